@@ -1,0 +1,343 @@
+"""The layer as functions: workspace, schedule, forward, backward. `mok.nn` builds on it; frameworks may call it too.
+
+Symbols: T tokens of this rank, H hidden size, I expert width, I_s width of the shared expert, E_l experts of this rank,
+K experts per token, R routed rows on this rank. Rank r owns experts `r*E_l .. (r+1)*E_l - 1`.
+
+    x, output, grad_output  [T, H]       float32, bfloat16, float16 or float64
+    router_weights          [T, K]       float32 (float64 when x is)
+    routed_gate, routed_up  [E_l, I, H]  dtype of x; any expert stride, last dimension contiguous
+    routed_down             [E_l, H, I]
+    shared_gate, shared_up  [I_s, H]     None, all three of them, without a shared expert
+    shared_down             [H, I_s]
+
+Every rank of the group calls each function at the same time; T may differ. Bad arguments raise ValueError (TypeError
+for a wrong Python type) that names argument, expected and actual, on every rank of the group if on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok._backends import pick_backend
+from mok._checks import check_contiguous_rows, check_int, check_tensor
+from mok._types import (
+    ExpertWeights,
+    MainGrads,
+    MoKForwardContext,
+    MoKGradients,
+    MoKSchedule,
+    MoKWorkspace,
+    NeedsGrad,
+    Weight,
+)
+from mok.comm import Communicator, as_communicator
+from mok.config import MoKConfig
+
+__all__ = [
+    "MoKConfig",
+    "MoKForwardContext",
+    "MoKGradients",
+    "MoKSchedule",
+    "MoKWorkspace",
+    "NeedsGrad",
+    "backward",
+    "build_schedule",
+    "clear_workspace_cache",
+    "create_workspace",
+    "forward",
+    "get_workspace",
+    "recompute_forward_context",
+]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_workspaces: dict[tuple[Any, ...], MoKWorkspace] = {}
+
+
+def create_workspace(
+    config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
+) -> MoKWorkspace:
+    """A new workspace for calls of up to `num_local_tokens` tokens per rank.
+
+    group: a ProcessGroup, None (one rank), or a member of a `mok.testing.VirtualGroup`.
+    Raises ValueError if the backend of `config` can not serve `device`, or if ranks disagree on a size.
+    """
+    communicator = as_communicator(group)
+    facts: dict[str, object] = {}
+    with _together(communicator, "create_workspace", facts):
+        if not isinstance(config, MoKConfig):
+            raise TypeError(f"config: expected MoKConfig, got {type(config).__name__}")
+        where = _canonical(device)
+        backend = pick_backend(config.backend, where)
+        facts |= {
+            "hidden_size": check_int("hidden_size", hidden_size, 1),
+            "topk": check_int("topk", topk, 1),
+            "num_local_tokens": check_int("num_local_tokens", num_local_tokens, 0),
+            "config": config,
+            "backend": backend.__name__,
+        }
+    workspace = MoKWorkspace(config, communicator, where, num_local_tokens, hidden_size, topk, backend)
+    return replace(workspace, buffers=backend.make_buffers(workspace))
+
+
+def get_workspace(
+    config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
+) -> MoKWorkspace:
+    """`create_workspace`, or the workspace that an earlier call with equal arguments made."""
+    key = (config, group, _canonical(device), num_local_tokens, hidden_size, topk)
+    workspace = _workspaces.get(key)
+    if workspace is None:
+        # No lock: making one is collective, and the virtual ranks of one process have different keys.
+        workspace = _workspaces[key] = create_workspace(
+            config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
+        )
+    return workspace
+
+
+def clear_workspace_cache() -> None:
+    """Forget the workspaces of `get_workspace`; those still in use elsewhere live on."""
+    _workspaces.clear()
+
+
+def build_schedule(
+    workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int
+) -> MoKSchedule:
+    """Decide which routed row goes where.
+
+    top_experts: int64 or int32 `[T, K]`, T at most the workspace's `num_local_tokens`; -1 drops the route.
+    Raises ValueError if an id is out of range (on a GPU an asynchronous device assert instead, so that nothing waits),
+    if ranks disagree on a size, or if rows exceed what `schedule_capacity_multiplier` allows.
+    """
+    facts: dict[str, object] = {
+        "hidden_size": workspace.hidden_size,
+        "topk": workspace.topk,
+        "num_local_tokens": workspace.num_local_tokens,
+        "num_local_experts": num_local_experts,
+    }
+    with _together(workspace.communicator, "build_schedule", facts):
+        _check_config(workspace, config)
+        check_int("num_local_experts", num_local_experts, 1)
+        shape = ("T", workspace.topk)
+        check_tensor("top_experts", top_experts, shape, (torch.int64, torch.int32), workspace.device)
+        if top_experts.shape[0] > workspace.num_local_tokens:
+            raise ValueError(
+                f"top_experts: expected at most num_local_tokens = {workspace.num_local_tokens} tokens, "
+                f"got {top_experts.shape[0]}"
+            )
+        _check_expert_ids(top_experts, num_local_experts * workspace.communicator.size)
+    with _plain(workspace.device):
+        return workspace.backend.build_schedule(workspace, top_experts, num_local_experts)
+
+
+def forward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    x: Tensor,
+    router_weights: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    routed_gate: Weight,
+    routed_up: Weight,
+    routed_down: Weight,
+    swiglu_limit: float | None = None,
+    *,
+    save_for_backward: bool = True,
+) -> tuple[Tensor, MoKForwardContext]:
+    """`y[t] = shared(x[t]) + sum over k of w[t, k] * W_down (silu(W_gate x[t]) * (W_up x[t]))` with the weights of
+    expert `top_experts[t, k]`; returns `(y, context)`.
+
+    swiglu_limit: g is clamped to at most this, u to within +- this, before the activation.
+    save_for_backward: without it the context is empty and only good for `backward` after `recompute_forward_context`.
+    """
+    weights = ExpertWeights(shared_gate, shared_up, shared_down, routed_gate, routed_up, routed_down)
+    facts: dict[str, object] = {}
+    with _together(workspace.communicator, "forward", facts):
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts)
+        _check_router_weights(schedule, x, router_weights)
+    with _plain(workspace.device):
+        return workspace.backend.forward(
+            workspace, schedule, x.contiguous(), router_weights, weights, swiglu_limit, save_for_backward
+        )
+
+
+def recompute_forward_context(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    x: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    routed_gate: Weight,
+    routed_up: Weight,
+    swiglu_limit: float | None = None,
+) -> MoKForwardContext:
+    """The context of `forward`, bit for bit, without down projection and combine."""
+    weights = ExpertWeights(shared_gate, shared_up, None, routed_gate, routed_up, None)
+    facts: dict[str, object] = {}
+    with _together(workspace.communicator, "recompute_forward_context", facts):
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, needs_down=False)
+    with _plain(workspace.device):
+        return workspace.backend.recompute_forward_context(workspace, schedule, x.contiguous(), weights, swiglu_limit)
+
+
+def backward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    context: MoKForwardContext,
+    grad_output: Tensor,
+    x: Tensor,
+    router_weights: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    routed_gate: Weight,
+    routed_up: Weight,
+    routed_down: Weight,
+    swiglu_limit: float | None = None,
+    main_grads: Sequence[Tensor | None] | None = None,
+    *,
+    needs_grad: Sequence[bool] | None = None,
+) -> MoKGradients:
+    """The gradients of `forward`, in the order of `MoKGradients`.
+
+    At the edge of `swiglu_limit` the gradient passes, as in torch.clamp; beyond it is zero. Dropped routes and experts
+    without rows get exact zeros. The shared expert's weight gradients are of this rank's tokens only (data parallel).
+    main_grads: for each weight, in the order of the arguments, a float32 or bfloat16 buffer that its gradient is added
+        to (then None is returned for it), or None.
+    needs_grad: eight flags in the order of the results (`NeedsGrad`); the others are not computed and returned as None.
+        Default: all.
+    """
+    weights = ExpertWeights(shared_gate, shared_up, shared_down, routed_gate, routed_up, routed_down)
+    facts: dict[str, object] = {}
+    with _together(workspace.communicator, "backward", facts):
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts)
+        _check_router_weights(schedule, x, router_weights)
+        check_tensor("grad_output", grad_output, x.shape, x.dtype, x.device)
+        if context.gate_up.numel() == 0 and schedule.row_route.numel() > 0:
+            raise ValueError("context: expected a saved one, got an empty one (from save_for_backward=False)")
+        needs = NeedsGrad() if needs_grad is None else NeedsGrad(*needs_grad)
+        targets = _check_main_grads(main_grads, weights, x.dtype)
+        for name in ("x", "router_weights", "routed_gate", "routed_up", "routed_down"):
+            facts[f"needs_grad.{name}"] = bool(getattr(needs, name))
+    with _plain(workspace.device):
+        return workspace.backend.backward(
+            workspace,
+            schedule,
+            context,
+            grad_output.contiguous(),
+            x.contiguous(),
+            router_weights,
+            weights,
+            swiglu_limit,
+            targets,
+            needs,
+        )
+
+
+@contextmanager
+def _together(communicator: Communicator, call: str, facts: dict[str, object]) -> Iterator[None]:
+    """Around the checks of a call: all ranks go on, or all raise what one of them found."""
+    error = None
+    try:
+        yield
+    except (TypeError, ValueError) as caught:
+        error = caught
+    communicator.agree(call, facts, error)
+
+
+@contextmanager
+def _plain(device: torch.device) -> Iterator[None]:
+    """A backend computes in the dtypes it is given and writes its own gradients."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _canonical(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_config(workspace: MoKWorkspace, config: MoKConfig) -> None:
+    if config.backend != workspace.config.backend:
+        raise ValueError(f"config: expected the workspace's backend {workspace.config.backend}, got {config.backend}")
+
+
+def _check_expert_ids(top_experts: Tensor, num_experts: int) -> None:
+    if top_experts.numel() == 0:
+        return
+    lowest, highest = top_experts.aminmax()
+    message = f"top_experts: expected ids from -1 (dropped) to {num_experts - 1}"
+    if top_experts.is_cuda:
+        torch._assert_async((lowest >= -1) & (highest < num_experts), message)
+    elif lowest < -1 or highest >= num_experts:
+        raise ValueError(f"{message}, got {int(lowest)} to {int(highest)}")
+
+
+def _check_call(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: MoKSchedule,
+    x: Tensor,
+    weights: ExpertWeights,
+    swiglu_limit: float | None,
+    facts: dict[str, object],
+    needs_down: bool = True,
+) -> None:
+    """What forward, recompute and backward have in common. Adds to `facts` what ranks must agree on."""
+    _check_config(workspace, config)
+    hidden_size = workspace.hidden_size
+    check_tensor("x", x, (schedule.route_row.shape[0], hidden_size), _FLOATS, workspace.device)
+    facts["dtype of x"] = x.dtype
+    if swiglu_limit is not None and not swiglu_limit > 0:
+        raise ValueError(f"swiglu_limit: expected a positive number or None, got {swiglu_limit}")
+    num_local_experts = schedule.expert_offsets.shape[0] - 1
+    width = _check_weight("routed_gate", weights.routed_gate, (num_local_experts, "I", hidden_size), x)[1]
+    _check_weight("routed_up", weights.routed_up, (num_local_experts, width, hidden_size), x)
+    if needs_down:
+        _check_weight("routed_down", weights.routed_down, (num_local_experts, hidden_size, width), x)
+    shared = [weights.shared_gate, weights.shared_up, *([weights.shared_down] if needs_down else [])]
+    if all(weight is None for weight in shared):
+        return
+    shared_width = _check_weight("shared_gate", weights.shared_gate, ("I_s", hidden_size), x)[0]
+    _check_weight("shared_up", weights.shared_up, (shared_width, hidden_size), x)
+    if needs_down:
+        _check_weight("shared_down", weights.shared_down, (hidden_size, shared_width), x)
+
+
+def _check_weight(name: str, weight: object, shape: Sequence[int | str], x: Tensor) -> torch.Size:
+    checked = check_tensor(name, weight, shape, x.dtype, x.device)
+    check_contiguous_rows(name, checked)
+    return checked.shape
+
+
+def _check_router_weights(schedule: MoKSchedule, x: Tensor, router_weights: Tensor) -> None:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    check_tensor("router_weights", router_weights, schedule.route_row.shape, dtype, x.device)
+
+
+def _check_main_grads(
+    main_grads: Sequence[Tensor | None] | None, weights: ExpertWeights, dtype: torch.dtype
+) -> MainGrads:
+    if main_grads is None:
+        return MainGrads()
+    if len(main_grads) != len(weights):
+        raise ValueError(f"main_grads: expected {len(weights)} buffers or None each, got {len(main_grads)}")
+    for name, weight, main_grad in zip(ExpertWeights._fields, weights, main_grads, strict=True):
+        if main_grad is not None:
+            data = weight[0] if isinstance(weight, tuple) else weight
+            if data is None:
+                raise ValueError(f"main_grads: expected None for {name}, which is None, got a buffer")
+            dtypes = (torch.float32, torch.bfloat16, dtype)
+            check_tensor(f"main_grads[{name}]", main_grad, data.shape, dtypes, data.device)
+    return MainGrads(*main_grads)
