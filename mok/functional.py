@@ -10,6 +10,10 @@ K experts per token, R routed rows on this rank. Rank r owns experts `r*E_l .. (
     shared_gate, shared_up  [I_s, H]     None, all three of them, without a shared expert
     shared_down             [H, I_s]
 
+A routed weight may be MXFP8 (`mok.mxfp8`; all three or none): `(data, scales, data_t, scales_t)`, as `quantize_weights`
+makes it. Then every routed matmul, in backward too, reads its activations through MXFP8, and x must not be float16.
+Forward and recompute read the first pair only, and backward the second of `routed_down` only: there it alone will do.
+
 Every rank of the group calls each function at the same time; T may differ. Bad arguments raise ValueError (TypeError
 for a wrong Python type) that names argument, expected and actual, on every rank of the group if on one.
 """
@@ -24,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok import mxfp8
 from mok._backends import pick_backend
-from mok._checks import check_contiguous_rows, check_int, check_tensor
+from mok._checks import check_contiguous_rows, check_int, check_tensor, describe
 from mok._types import (
     ExpertWeights,
     MainGrads,
@@ -219,7 +224,7 @@ def backward(
     weights = ExpertWeights(shared_gate, shared_up, shared_down, routed_gate, routed_up, routed_down)
     facts: dict[str, object] = {}
     with _together(workspace.communicator, "backward", facts):
-        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts)
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, in_backward=True)
         _check_router_weights(schedule, x, router_weights)
         check_tensor("grad_output", grad_output, x.shape, x.dtype, x.device)
         if context.gate_up.numel() == 0 and schedule.row_route.numel() > 0:
@@ -293,6 +298,7 @@ def _check_call(
     swiglu_limit: float | None,
     facts: dict[str, object],
     needs_down: bool = True,
+    in_backward: bool = False,
 ) -> None:
     """What forward, recompute and backward have in common. Adds to `facts` what ranks must agree on."""
     _check_config(workspace, config)
@@ -302,10 +308,14 @@ def _check_call(
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise ValueError(f"swiglu_limit: expected a positive number or None, got {swiglu_limit}")
     num_local_experts = schedule.expert_offsets.shape[0] - 1
-    width = _check_weight("routed_gate", weights.routed_gate, (num_local_experts, "I", hidden_size), x)[1]
-    _check_weight("routed_up", weights.routed_up, (num_local_experts, width, hidden_size), x)
+    facts["MXFP8"] = _check_precision(x, weights, needs_down, in_backward)
+    shape: tuple[int | str, ...] = (num_local_experts, "I", hidden_size)
+    width = _check_routed_weight("routed_gate", weights.routed_gate, shape, x, in_backward)[1]
+    shape = (num_local_experts, width, hidden_size)
+    _check_routed_weight("routed_up", weights.routed_up, shape, x, in_backward)
     if needs_down:
-        _check_weight("routed_down", weights.routed_down, (num_local_experts, hidden_size, width), x)
+        shape = (num_local_experts, hidden_size, width)
+        _check_routed_weight("routed_down", weights.routed_down, shape, x, in_backward)
     shared = [weights.shared_gate, weights.shared_up, *([weights.shared_down] if needs_down else [])]
     if all(weight is None for weight in shared):
         return
@@ -313,6 +323,29 @@ def _check_call(
     _check_weight("shared_up", weights.shared_up, (shared_width, hidden_size), x)
     if needs_down:
         _check_weight("shared_down", weights.shared_down, (hidden_size, shared_width), x)
+
+
+def _check_precision(x: Tensor, weights: ExpertWeights, needs_down: bool, in_backward: bool) -> bool:
+    """Whether the routed weights are MXFP8: all or none, with both forms of gate and up in backward."""
+    routed = weights._asdict()
+    is_mxfp8 = isinstance(weights.routed_gate, tuple)
+    for name in ("routed_gate", "routed_up", "routed_down")[: 3 if needs_down else 2]:
+        if isinstance(routed[name], tuple) != is_mxfp8:
+            kind = "an MXFP8 tuple" if is_mxfp8 else "a tensor"
+            raise ValueError(f"{name}: expected {kind}, as routed_gate is, got {describe(routed[name])}")
+        if is_mxfp8 and in_backward and name != "routed_down" and len(routed[name]) == 2:
+            raise ValueError(f"{name}: expected (data, scales, data_t, scales_t) in backward, got a tuple of 2")
+    if is_mxfp8 and x.dtype == torch.float16:
+        raise ValueError("x: expected torch.bfloat16, float32 or float64 with MXFP8 weights, got torch.float16")
+    return is_mxfp8
+
+
+def _check_routed_weight(
+    name: str, weight: object, shape: Sequence[int | str], x: Tensor, in_backward: bool
+) -> Sequence[int]:
+    if isinstance(weight, tuple):
+        return mxfp8.check_weight(name, weight, shape, x.device, in_backward=in_backward)
+    return _check_weight(name, weight, shape, x)
 
 
 def _check_weight(name: str, weight: object, shape: Sequence[int | str], x: Tensor) -> torch.Size:
@@ -335,9 +368,9 @@ def _check_main_grads(
         raise ValueError(f"main_grads: expected {len(weights)} buffers or None each, got {len(main_grads)}")
     for name, weight, main_grad in zip(ExpertWeights._fields, weights, main_grads, strict=True):
         if main_grad is not None:
-            data = weight[0] if isinstance(weight, tuple) else weight
-            if data is None:
+            if weight is None:
                 raise ValueError(f"main_grads: expected None for {name}, which is None, got a buffer")
             dtypes = (torch.float32, torch.bfloat16, dtype)
+            data = weight[-2].mT if isinstance(weight, tuple) else weight
             check_tensor(f"main_grads[{name}]", main_grad, data.shape, dtypes, data.device)
     return MainGrads(*main_grads)

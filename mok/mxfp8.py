@@ -22,7 +22,7 @@ BLOCK_SIZE = 32
 TILE_SIZE = 128
 
 Pair = tuple[Tensor, Tensor]
-Weight = tuple[Tensor, Tensor, Tensor, Tensor]
+BothForms = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize(x: Tensor) -> Pair:
@@ -77,17 +77,33 @@ def quantize_weight(
     return *normal, *transposed
 
 
-def quantize_weights(routed_gate: Tensor, routed_up: Tensor, routed_down: Tensor) -> tuple[Weight, Weight, Weight]:
+def quantize_weights(
+    routed_gate: Tensor, routed_up: Tensor, routed_down: Tensor
+) -> tuple[BothForms, BothForms, BothForms]:
     """The three routed weights in the form that `mok.functional` takes, in its order.
 
     routed_gate, routed_up `[E_l, I, H]`, routed_down `[E_l, H, I]`; views such as `gate_up_proj[:, :I]` will do.
-    Quantise once per optimiser step and hand the same tuples to forward and backward.
+    Quantise once per optimiser step and hand the same tuples to forward and backward. Forward would do with the first
+    pair of each; backward with the second pair of `routed_down`.
     """
     return (
         (*quantize(routed_gate), *quantize(routed_gate.mT)),
         (*quantize(routed_up), *quantize(routed_up.mT)),
         (*quantize(routed_down), *quantize(routed_down.mT)),
     )
+
+
+def round_trip(x: Tensor, dim: int) -> Tensor:
+    """`x [rows, cols]` as a matmul that sums over `dim` (0 or 1) reads it: quantised along it, in the dtype of x."""
+    return dequantize(*quantize(x), x.dtype) if dim == 1 else dequantize(*quantize(x.mT), x.dtype).mT
+
+
+def expand_weight(weight: tuple[Tensor, ...], dtype: torch.dtype, *, in_backward: bool) -> Tensor:
+    """A weight that `check_weight` passed, `[E, rows, cols]`: forward sums over cols, so it reads the normal form, and
+    backward over rows, so it reads the transposed one."""
+    if in_backward:
+        return dequantize(weight[-2], weight[-1], dtype).mT
+    return dequantize(weight[0], weight[1], dtype)
 
 
 def tile_scales(plain: Tensor) -> Tensor:
@@ -108,6 +124,31 @@ def untile_scales(tiled: Tensor, rows: int, cols: int) -> Tensor:
     _check_tiles("tiled", tiled, (*tiled.shape[:-4], rows, cols), tiled.device)
     plain = tiled.unflatten(-1, (4, 4)).transpose(-4, -2).flatten(-2).flatten(-4, -2)
     return plain[..., :rows, : -(-cols // BLOCK_SIZE)].contiguous()
+
+
+def check_weight(
+    name: str, weight: tuple[Tensor, ...], shape: Sequence[int | str], device: torch.device, *, in_backward: bool
+) -> Sequence[int]:
+    """Raise unless `weight` is an MXFP8 weight of this shape `[E, rows, cols]` (a letter is a size not fixed).
+
+    Four tensors are both forms; two are the only form that the call reads: the normal one in forward, the transposed
+    one in backward. Returns the shape without letters.
+    """
+    if len(weight) not in (2, 4):
+        raise ValueError(
+            f"{name}: expected (data, scales) or (data, scales, data_t, scales_t), got a tuple of {len(weight)}"
+        )
+    if len(weight) == 4 or not in_backward:
+        shape = check_tensor(f"{name} data", weight[0], shape, torch.float8_e4m3fn, device).shape
+        check_pair(f"{name} data", weight[0], weight[1])
+    if len(weight) == 4 or in_backward:
+        shape_t = (shape[0], shape[2], shape[1])
+        shape = check_tensor(f"{name} data_t", weight[-2], shape_t, torch.float8_e4m3fn, device).mT.shape
+        check_pair(f"{name} data_t", weight[-2], weight[-1])
+    sizes = [int(size) for size in shape]
+    if sizes[1] % BLOCK_SIZE or sizes[2] % BLOCK_SIZE:
+        raise ValueError(f"{name}: expected multiples of {BLOCK_SIZE} for MXFP8, got {sizes}")
+    return sizes
 
 
 def check_pair(name: str, data: Tensor, scales: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mok import mxfp8
 from mok._types import (
     ExpertWeights,
     MainGrads,
@@ -77,7 +78,7 @@ def build_schedule(workspace: MoKWorkspace, top_experts: Tensor, num_local_exper
         route_row=route_row,
         route_rank=route_rank,
     )
-    return _add_travel(workspace, schedule, local_ids, num_experts)
+    return add_travel(workspace, schedule, local_ids, num_experts)
 
 
 def _gather_ids(workspace: MoKWorkspace, local_ids: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def _check_capacity(workspace: MoKWorkspace, rank_offsets: Tensor) -> None:
         )
 
 
-def _add_travel(workspace: MoKWorkspace, schedule: MoKSchedule, local_ids: Tensor, num_experts: int) -> TorchSchedule:
+def add_travel(workspace: MoKWorkspace, schedule: MoKSchedule, local_ids: Tensor, num_experts: int) -> TorchSchedule:
     size, topk = workspace.communicator.size, workspace.topk
     if size == 1:
         return TorchSchedule(
@@ -169,7 +170,7 @@ def _return(workspace: MoKWorkspace, schedule: TorchSchedule, rows: Tensor) -> T
     if workspace.communicator.size == 1:
         return rows
     send_counts, recv_counts = schedule.split_sizes.tolist()
-    by_source = torch.empty_like(rows).index_copy_(0, schedule.row_source, rows)
+    by_source = torch.empty_like(rows).index_copy_(0, schedule.row_source.long(), rows)
     return workspace.communicator.all_to_all_rows(by_source, recv_counts, send_counts)
 
 
@@ -251,11 +252,19 @@ def _swiglu_backward(
     return activation.to(gate_up.dtype), d_gate_up, d_weights
 
 
+def _matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """`out (+)= a b`, rounded once."""
+    if out.data_ptr() % 64 == 0 or out.is_cuda:
+        out.addmm_(a, b, beta=int(accumulate))
+    else:  # BLAS may round differently where the output is not aligned, and that would depend on the other experts
+        out.copy_(torch.addmm(out, a, b) if accumulate else torch.mm(a, b))
+
+
 def _transposed_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     """`out (+)= a^T b` for weight gradients: a `[n, M]`, b `[n, N]`, out `[M, N]` of any floating dtype."""
     wide = torch.promote_types(a.dtype, out.dtype)
     if out.dtype == a.dtype:
-        out.addmm_(a.t(), b, beta=int(accumulate))
+        _matmul(a.t(), b, out, accumulate)
     elif wide == a.dtype or a.is_cuda:
         product = torch.mm(a.t(), b) if wide == a.dtype else torch.mm(a.t(), b, out_dtype=wide)
         out.add_(product) if accumulate else out.copy_(product)
@@ -282,14 +291,15 @@ class _Mlp(NamedTuple):
 
     gate_up: list[_Part]
     down: _Part | None  # its columns are all of `[n, I]`
+    is_mxfp8: bool = False
 
     def expert(self, index: int) -> _Mlp:
         gate_up = [part._replace(tensor=part.tensor[index]) for part in self.gate_up]
-        return _Mlp(gate_up, self.down and self.down._replace(tensor=self.down.tensor[index]))
+        return _Mlp(gate_up, self.down and self.down._replace(tensor=self.down.tensor[index]), self.is_mxfp8)
 
     def operand(self, activations: Tensor, contracted_dim: int) -> Tensor:
         """`activations` as a matmul that sums over `contracted_dim` reads them."""
-        return activations
+        return mxfp8.round_trip(activations, contracted_dim) if self.is_mxfp8 else activations
 
 
 def join_gate_up(gate: Tensor, up: Tensor) -> Tensor | None:
@@ -346,9 +356,9 @@ def _forward_mlp(rows: Tensor, mlp: _Mlp, swiglu_limit: float | None, gate_up: T
     """Fill `gate_up [n, 2I]` and, unless None, `out [n, H]` from `rows [n, H]`."""
     rows = mlp.operand(rows, 1)
     for columns, weight, _ in mlp.gate_up:
-        torch.mm(rows, weight.t(), out=gate_up[:, columns])
+        _matmul(rows, weight.t(), gate_up[:, columns])
     if out is not None and mlp.down is not None:
-        torch.mm(mlp.operand(_swiglu(gate_up, swiglu_limit), 1), mlp.down.tensor.t(), out=out)
+        _matmul(mlp.operand(_swiglu(gate_up, swiglu_limit), 1), mlp.down.tensor.t(), out)
 
 
 def _backward_mlp(
@@ -375,7 +385,7 @@ def _backward_mlp(
     if d_rows is not None:
         a = mlp.operand(d_gate_up, 1)
         for index, (columns, weight, _) in enumerate(mlp.gate_up):
-            d_rows.addmm_(a[:, columns], weight, beta=int(index > 0))
+            _matmul(a[:, columns], weight, d_rows, accumulate=index > 0)
     return d_weights
 
 
@@ -442,10 +452,18 @@ def _backward_routed(
 # The interface of a backend
 
 
-def _routed_mlp(weights: ExpertWeights) -> _Mlp:
-    assert isinstance(weights.routed_gate, Tensor) and isinstance(weights.routed_up, Tensor)
-    assert weights.routed_down is None or isinstance(weights.routed_down, Tensor)
-    return _weights(weights.routed_gate, weights.routed_up, weights.routed_down)
+def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool) -> tuple[_Mlp, list[Tensor]]:
+    """Also the weights one by one. MXFP8 weights come as tensors of `dtype`, which holds their values exactly."""
+    routed = [
+        mxfp8.expand_weight(weight, dtype, in_backward=in_backward) if isinstance(weight, tuple) else weight
+        for weight in weights[3:]
+        if weight is not None
+    ]
+    is_mxfp8 = isinstance(weights.routed_gate, tuple)
+    if is_mxfp8:
+        routed[:2] = torch.cat(routed[:2], dim=1).chunk(2, dim=1)
+    gate, up, *down = routed
+    return _weights(gate, up, down[0] if down else None)._replace(is_mxfp8=is_mxfp8), routed
 
 
 def _padded(tokens: Tensor) -> Tensor:
@@ -476,7 +494,8 @@ def forward(
     save_for_backward: bool,
 ) -> tuple[Tensor, MoKForwardContext]:
     arrived = _dispatch(workspace, schedule, x)
-    gate_up, rows = _forward_routed(arrived, schedule, _routed_mlp(weights), swiglu_limit, save_for_backward)
+    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
+    gate_up, rows = _forward_routed(arrived, schedule, mlp, swiglu_limit, save_for_backward)
     assert rows is not None
     shared_gate_up, shared = _forward_shared(x, weights, swiglu_limit)
     returned = _return(workspace, schedule, rows)
@@ -488,7 +507,8 @@ def recompute_forward_context(
     workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
 ) -> MoKForwardContext:
     arrived = _dispatch(workspace, schedule, x)
-    gate_up, _ = _forward_routed(arrived, schedule, _routed_mlp(weights), swiglu_limit, True)
+    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
+    gate_up, _ = _forward_routed(arrived, schedule, mlp, swiglu_limit, True)
     return MoKForwardContext(gate_up, _forward_shared(x, weights, swiglu_limit)[0])
 
 
@@ -507,8 +527,8 @@ def backward(
     d_shared, shared_grads = _backward_shared(
         context.shared_gate_up, grad_output, x, weights, swiglu_limit, main_grads[:3], needs_grad
     )
-    mlp = _routed_mlp(weights)
-    routed_grads, into = _gradients(weights[3:], main_grads[3:], needs_grad[2:5])
+    mlp, routed = _routed_mlp(weights, x.dtype, in_backward=True)
+    routed_grads, into = _gradients(routed, main_grads[3:], needs_grad[2:5])
     d_x = d_router_weights = None
     if any(needs_grad[:5]):
         d_rows, d_row_weights = _backward_routed(
