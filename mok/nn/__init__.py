@@ -1,0 +1,20 @@
+"""Layers: `MoKLayer` and its parts, router losses and statistics."""
+
+from mok.nn._op import moe
+from mok.nn.experts import MoKExperts, MoKSharedExpert
+from mok.nn.layer import MoKLayer
+from mok.nn.losses import RouterLosses, load_balancing_loss, router_z_loss, tokens_per_expert
+from mok.nn.router import MoKRouter, RouterOutput
+
+__all__ = [
+    "MoKExperts",
+    "MoKLayer",
+    "MoKRouter",
+    "MoKSharedExpert",
+    "RouterLosses",
+    "RouterOutput",
+    "load_balancing_loss",
+    "moe",
+    "router_z_loss",
+    "tokens_per_expert",
+]

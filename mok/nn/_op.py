@@ -1,0 +1,343 @@
+"""The seam to autograd and torch.compile: `mok.functional` as the custom ops `mok::moe` and `mok::moe_backward`.
+
+A compiler sees two opaque ops. What the first saves for the second depends on the backend, and its size on the routing;
+so all of it travels as one-dimensional bytes: `saved` has the memory of one field of schedule and context each, and
+`header` says on the CPU how to read them (`_pack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from mok import functional
+from mok._backends import pick_backend
+from mok._checks import check_tensor
+from mok.comm import Communicator, as_communicator
+from mok.config import MoKConfig
+from mok.functional import MoKForwardContext, MoKSchedule, MoKWorkspace
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """A process group and a config, known to the ops by number, because the schema of an op has no objects.
+
+    A copied module shares it. It can be pickled without a process group only, which no other process would know.
+    """
+
+    process_group: Any
+    config: MoKConfig
+    number: int
+
+    def __deepcopy__(self, memo: object) -> Seat:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.process_group is not None:
+            raise TypeError("process_group: expected None to pickle, got one; save the state_dict instead")
+        return seat_of, (None, self.config)
+
+
+_seats: list[Seat] = []
+_numbers: dict[tuple[Any, MoKConfig], int] = {}
+# The most tokens per rank so far, by seat, device, H and K: the sizes of the workspaces in use.
+_capacities: dict[tuple[int, torch.device, int, int], int] = {}
+
+
+def seat_of(process_group: Any, config: MoKConfig | None) -> Seat:
+    key = (process_group, config or MoKConfig())
+    if key not in _numbers:
+        _numbers[key] = len(_seats)
+        _seats.append(Seat(*key, number=len(_seats)))
+    return _seats[_numbers[key]]
+
+
+_DEFAULT_SEAT = seat_of(None, None)
+
+
+def moe(
+    x: Tensor,
+    top_experts: Tensor,
+    router_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    swiglu_limit: float | None = None,
+    seat: Seat | None = None,
+) -> Tensor:
+    """Differentiable `mok.functional.forward`: `[T, H]` -> `[T, H]`.
+
+    x [T, H]; top_experts int64 or int32 [T, K], -1 = dropped; router_weights [T, K], any floating dtype;
+    gate_up_proj [E_l, 2I, H], gate rows first; down_proj [E_l, H, I]; shared: gate and up [I_s, H], down [H, I_s].
+    Under autocast x and all expert weights are cast to its dtype, which is then that of the result.
+
+    Raises as `mok.functional`, on all ranks if on one.
+    """
+    weights = (gate_up_proj, down_proj, *(shared or (None, None, None)))
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weights = tuple(weight if weight is None else weight.to(dtype) for weight in weights)
+    router_weights = router_weights.to(torch.promote_types(x.dtype, torch.float32))
+    tensors = (x, top_experts, router_weights, *weights)
+    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return torch.ops.mok.moe(*tensors, swiglu_limit, (seat or _DEFAULT_SEAT).number, save)[0]
+
+
+@torch.library.custom_op("mok::moe", mutates_args=())
+def _moe(
+    x: Tensor,
+    top_experts: Tensor,
+    router_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    swiglu_limit: float | None,
+    seat: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    workspace = _workspace(seat, x, top_experts, gate_up_proj)
+    config = workspace.config
+    gate, up = gate_up_proj.chunk(2, dim=1)
+    schedule = functional.build_schedule(workspace, config, top_experts, num_local_experts=gate_up_proj.shape[0])
+    output, context = functional.forward(
+        config,
+        workspace,
+        schedule,
+        x,
+        router_weights,
+        shared_gate,
+        shared_up,
+        shared_down,
+        gate,
+        up,
+        down_proj,
+        swiglu_limit,
+        save_for_backward=save,
+    )
+    if not save:
+        return output, torch.empty(0, dtype=torch.int64), []
+    return output, *_pack(schedule, context, workspace.num_local_tokens, x.device, given=top_experts)
+
+
+@_moe.register_fake
+def _(
+    x: Tensor,
+    top_experts: Tensor,
+    router_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    swiglu_limit: float | None,
+    seat: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not save:
+        return output, torch.empty(0, dtype=torch.int64, device="cpu"), []
+    new_size = torch.library.get_ctx().new_dynamic_size
+    num_saved = len(fields(_schedule_type(_seats[seat].config, x.device))) + len(fields(MoKForwardContext))
+    saved = [torch.empty(new_size(), dtype=torch.uint8, device=x.device) for _ in range(num_saved)]
+    return output, torch.empty(new_size(), dtype=torch.int64, device="cpu"), saved
+
+
+@torch.library.custom_op("mok::moe_backward", mutates_args=())
+def _moe_backward(
+    grad_output: Tensor,
+    header: Tensor,
+    saved: list[Tensor],
+    x: Tensor,
+    router_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    swiglu_limit: float | None,
+    seat: int,
+    needs_grad: list[bool],
+) -> list[Tensor]:
+    """The gradients that `needs_grad` asks for, of x, router_weights and the five weights, in this order."""
+    config, group = _seats[seat].config, _seats[seat].process_group
+    schedule, context, num_local_tokens = _unpack(header, saved, _schedule_type(config, x.device))
+    workspace = functional.get_workspace(
+        config,
+        group,
+        device=x.device,
+        num_local_tokens=num_local_tokens,
+        hidden_size=x.shape[1],
+        topk=router_weights.shape[1],
+    )
+    needs_x, needs_router, needs_gate_up, *needs_others = needs_grad
+    gate, up = gate_up_proj.chunk(2, dim=1)
+    d_x, d_router, d_gate, d_up, *d_others = functional.backward(
+        config,
+        workspace,
+        schedule,
+        context,
+        grad_output,
+        x,
+        router_weights,
+        shared_gate,
+        shared_up,
+        shared_down,
+        gate,
+        up,
+        down_proj,
+        swiglu_limit,
+        needs_grad=[needs_x, needs_router, needs_gate_up, needs_gate_up, *needs_others],
+    )
+    d_gate_up = None if d_gate is None or d_up is None else _joined(d_gate, d_up)
+    grads = (d_x, d_router, d_gate_up, *d_others)
+    return _distinct([grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None])
+
+
+@_moe_backward.register_fake
+def _(
+    grad_output: Tensor,
+    header: Tensor,
+    saved: list[Tensor],
+    x: Tensor,
+    router_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    swiglu_limit: float | None,
+    seat: int,
+    needs_grad: list[bool],
+) -> list[Tensor]:
+    inputs = (x, router_weights, gate_up_proj, down_proj, shared_gate, shared_up, shared_down)
+    wanted = [tensor for tensor, needed in zip(inputs, needs_grad, strict=True) if needed]
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in wanted if tensor is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    x, _, *others, swiglu_limit, seat, _ = inputs
+    _, header, saved = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(header, *saved)
+    ctx.save_for_backward(header, x, *others, *saved)
+    ctx.swiglu_limit, ctx.seat = swiglu_limit, seat
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    needs_x, _, *needs_others = ctx.needs_input_grad[:8]
+    if grad_output is None:
+        return (None,) * 11
+    header, *rest = ctx.saved_tensors
+    inputs, saved = rest[:7], rest[7:]
+    needs = [needs_x, *needs_others]
+    grads = iter(torch.ops.mok.moe_backward(grad_output, header, saved, *inputs, ctx.swiglu_limit, ctx.seat, needs))
+    d_x, *d_others = [next(grads) if needed else None for needed in needs]
+    return d_x, None, *d_others, None, None, None
+
+
+_moe.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _workspace(seat: int, x: Tensor, top_experts: Tensor, gate_up_proj: Tensor) -> MoKWorkspace:
+    """The workspace that all layers of this shape share; large enough for every rank's tokens. Collective."""
+    config, group = _seats[seat].config, _seats[seat].process_group
+    communicator = as_communicator(group)
+    facts, error = {}, None
+    try:
+        check_tensor("hidden_states", x, ("T", "H"), x.dtype)
+        check_tensor("top_experts", top_experts, (x.shape[0], "K"), (torch.int64, torch.int32), x.device)
+        check_tensor("gate_up_proj", gate_up_proj, ("E_l", "2I", x.shape[1]), x.dtype, x.device)
+        facts = {"hidden_size": x.shape[1], "top_k": top_experts.shape[1], "num_local_experts": gate_up_proj.shape[0]}
+    except ValueError as caught:
+        error = caught
+    communicator.agree("moe", facts, error)
+    hidden_size, topk = x.shape[1], top_experts.shape[1]
+    num_tokens = _most_tokens(communicator, x)
+    key = (seat, x.device, hidden_size, topk)
+    capacity = _capacities.get(key)
+    if capacity is None or num_tokens > capacity:
+        # Twice as much as before, so that slowly growing batches do not make a workspace each.
+        capacity = _capacities[key] = max(num_tokens, 2 * (capacity or 0))
+    return functional.get_workspace(
+        config, group, device=x.device, num_local_tokens=capacity, hidden_size=hidden_size, topk=topk
+    )
+
+
+def _most_tokens(communicator: Communicator, x: Tensor) -> int:
+    if communicator.size == 1:
+        return x.shape[0]
+    return int(communicator.all_gather(torch.tensor([x.shape[0]], device=x.device)).max())
+
+
+def _schedule_type(config: MoKConfig, device: torch.device) -> type[MoKSchedule]:
+    """The backend's schedule class: what its `build_schedule` says that it returns."""
+    return get_type_hints(pick_backend(config.backend, device).build_schedule)["return"]
+
+
+_DTYPES = (torch.int32, torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _pack(
+    schedule: MoKSchedule, context: MoKForwardContext, num_local_tokens: int, device: torch.device, given: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """`(header, saved)`, to be read by `_unpack`.
+
+    header: num_local_tokens; then for each field whether it is on the CPU, its dtype's index, its number of dimensions
+    and their sizes, and, for a field on the CPU while x is elsewhere, its elements. saved: the other fields' bytes.
+    """
+    header = [num_local_tokens]
+    saved: list[Tensor] = []
+    for tensor in _distinct([*vars(schedule).values(), *vars(context).values()], given):
+        in_header = tensor.device != device
+        header += [in_header, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        if in_header:
+            header += tensor.flatten().tolist()
+        if in_header or tensor.numel() == 0:
+            tensor = torch.empty(0, dtype=torch.uint8, device=device)
+        saved.append(tensor.contiguous().view(-1).view(torch.uint8))
+    return torch.tensor(header, dtype=torch.int64), saved
+
+
+def _unpack(
+    header: Tensor, saved: Sequence[Tensor], schedule_type: type[MoKSchedule]
+) -> tuple[MoKSchedule, MoKForwardContext, int]:
+    num_local_tokens, *codes = header.tolist()
+    tensors = []
+    for stored in saved:
+        in_header, dtype, dim, *codes = codes
+        shape, codes = codes[:dim], codes[dim:]
+        if in_header:
+            count = torch.Size(shape).numel()
+            tensors.append(torch.tensor(codes[:count], dtype=_DTYPES[dtype]).view(shape))
+            codes = codes[count:]
+        else:
+            tensors.append(stored.view(_DTYPES[dtype]).view(shape))
+    num_fields = len(fields(schedule_type))
+    return schedule_type(*tensors[:num_fields]), MoKForwardContext(*tensors[num_fields:]), num_local_tokens
+
+
+def _distinct(results: Sequence[Tensor], *inputs: Tensor) -> list[Tensor]:
+    """`results`, copied where they share memory with each other or with `inputs`, which those of an op must not."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    distinct = []
+    for tensor in results:
+        pointer = tensor.untyped_storage().data_ptr()
+        distinct.append(tensor.clone() if pointer in seen else tensor)
+        seen.add(pointer)
+    return distinct
+
+
+def _joined(d_gate: Tensor, d_up: Tensor) -> Tensor:
+    """`[E_l, 2I, H]`; no copy where the backend wrote both into one such tensor."""
+    base = d_gate._base
+    if base is not None and base is d_up._base and base.shape[1] == d_gate.shape[1] + d_up.shape[1]:
+        return base
+    return torch.cat([d_gate, d_up], dim=1)

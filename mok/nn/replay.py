@@ -1,0 +1,166 @@
+"""Routing replay: a forward that is run again by activation checkpointing routes as it did the first time.
+
+A recomputed forward need not have the same bits (an attention kernel that adds in another order is enough), and a score
+that moves by one bit can flip a choice. Backward would then mix two routings. So each forward of a layer is remembered,
+ids and weights, and a recomputation takes its ids from there: whatever its scores are, it can not choose otherwise.
+
+torch.utils.checkpoint does not say which forward is being repeated, but autograd does. It numbers its nodes in the
+order of creation, and a recomputation is set off by a node of the first forward:
+
+* `use_reentrant=False`: by a node of the checkpointed region, created after the layers in it were called (the region's
+  last node that saved something). So the forward sought is in the region of the last one remembered before that node.
+  Forwards lie in one region if the same saved-tensor hooks were active.
+* `use_reentrant=True`: by the node of the whole region, created before. So the forward sought is the first after it.
+
+The n-th call in a recomputation is the n-th of its region. What is remembered lives as long as the graph: on the
+autograd node of the layer's output. A reentrant checkpoint's first forward leaves no such node, so those are kept until
+the first forward after their recomputation.
+
+Under torch.compile nothing is remembered; there, keep the choice with a policy:
+`checkpoint(fn, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts,
+[torch.ops.aten.topk.default]))`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOST_REENTRANT = 256  # forwards in flight in one layer; more than any pipeline has
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One remembered forward. born: the number that an autograd node created then would have had; region: the
+    saved-tensor hooks that were active; is_reentrant: no graph holds it."""
+
+    top_experts: Tensor
+    router_weights: Tensor | None
+    born: int
+    region: object
+    is_reentrant: bool
+    was_recomputed: bool = False
+
+
+class RoutingMemory:
+    """The forwards of one module. Ask `routing_memory` for it."""
+
+    def __init__(self) -> None:
+        self._forwards: list[weakref.ref[_Forward]] = []  # by age
+        self._reentrant: list[_Forward] = []
+        self._unheld: list[_Forward] = []
+        self._recomputation: object = None
+        self._num_calls = 0
+
+    def settle(self, top_experts: Tensor, router_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The ids to use, and the weights remembered with them: those given, except in a recomputation.
+
+        No weights come back if none were given, if there is nothing to remember, or if `top_experts` is what this
+        returned last.
+        """
+        already = bool(self._unheld) and self._unheld[-1].top_experts is top_experts
+        # A Function's forward, such as a reentrant checkpoint's, switches forward-mode gradients off, too.
+        in_function = not torch.is_grad_enabled() and not torch._C._is_fwd_grad_enabled()
+        if already or torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or in_function):
+            return top_experts, None
+        router_weights = None if router_weights is None else router_weights.detach()
+        cause = torch._C._current_autograd_node()
+        if cause is None:
+            self._recomputation = None
+            self._reentrant = [forward for forward in self._reentrant if not forward.was_recomputed]
+        else:
+            first = self._recall(cause._sequence_nr())
+            if first is not None and first.top_experts.shape == top_experts.shape:
+                first.was_recomputed = True
+                top_experts, router_weights = first.top_experts, first.router_weights
+        self._remember(top_experts, router_weights, in_function)
+        return top_experts, router_weights
+
+    def hold(self, output: Tensor) -> None:
+        """Let what was settled since the last call live as long as the graph of the layer's output."""
+        if output.grad_fn is not None:
+            metadata: Any = output.grad_fn.metadata  # a dict, though typed as a method
+            metadata["mok.routing"] = self._unheld
+        self._unheld = []
+
+    def _remember(self, top_experts: Tensor, router_weights: Tensor | None, is_reentrant: bool) -> None:
+        born = torch._C._autograd._get_sequence_nr()
+        forward = _Forward(top_experts, router_weights, born, _active_hooks(), is_reentrant)
+        self._forwards = [ref for ref in self._forwards if ref() is not None]
+        self._forwards.append(weakref.ref(forward))
+        self._unheld.append(forward)
+        if is_reentrant:
+            self._reentrant = [*self._reentrant, forward][-_MOST_REENTRANT:]
+
+    def _recall(self, cause: int) -> _Forward | None:
+        """The forward that is being repeated on account of node number `cause`; None if this is a first one."""
+        recomputation = (torch._C._current_graph_task_id(), cause, _active_hooks())
+        if recomputation != self._recomputation:
+            self._recomputation, self._num_calls = recomputation, 0
+        forwards = [forward for ref in self._forwards if (forward := ref()) is not None]
+        region = [forward for forward in forwards if forward.is_reentrant and forward.born > cause]
+        if not region:
+            earlier = [forward for forward in forwards if not forward.is_reentrant and forward.born <= cause]
+            region = [forward for forward in forwards if earlier and forward.region == earlier[-1].region]
+        self._num_calls += 1
+        return region[self._num_calls - 1] if self._num_calls <= len(region) else None
+
+
+_memories: weakref.WeakKeyDictionary[nn.Module, RoutingMemory] = weakref.WeakKeyDictionary()
+
+
+def routing_memory(module: nn.Module) -> RoutingMemory:
+    """The memory of `module`. It lies beside it, so that copies, pickles and state_dicts know nothing of it."""
+    return _memories.setdefault(module, RoutingMemory())
+
+
+def _active_hooks() -> object:
+    """Something equal to itself while the same saved-tensor hooks are active; keeps nothing alive."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else weakref.ref(hooks[0])
+
+
+def replayed(module: nn.Module, top_experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and weights `[T, K]` for a forward of `module`, which must `hold` its output: those given, or, in a
+    recomputation, the first forward's ids and the weights that follow them."""
+    if torch.compiler.is_compiling():
+        return top_experts, router_weights
+    first, remembered = routing_memory(module).settle(top_experts, router_weights)
+    if remembered is None:
+        return top_experts, router_weights
+    return first, _FollowIds.apply(router_weights, top_experts, first, remembered)
+
+
+class _FollowIds(torch.autograd.Function):
+    """`router_weights` of the routes `chosen`, put in the places of the routes `first`; all `[T, K]`.
+
+    Both are the same in a first forward. In a recomputation, a route that the router did not choose this time keeps the
+    weight it had (`remembered`), without a gradient to the router.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, router_weights: Tensor, chosen: Tensor, first: Tensor, remembered: Tensor) -> Tensor:
+        # Also where they are the same: a recomputation must save what the first forward did.
+        ctx.save_for_backward(chosen, first)
+        if chosen is first:
+            return router_weights.view_as(router_weights)
+        pairs = _pairs(chosen, first)
+        found = torch.where(pairs, router_weights[:, None, :], 0.0).sum(-1)
+        return torch.where(pairs.any(-1), found, remembered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        chosen, first = ctx.saved_tensors
+        if chosen.data_ptr() == first.data_ptr():
+            return grad, None, None, None
+        return torch.where(_pairs(chosen, first), grad[:, :, None], 0.0).sum(1), None, None, None
+
+
+def _pairs(chosen: Tensor, first: Tensor) -> Tensor:
+    """`[T, K, K]`: does place i of `first` hold the expert of place j of `chosen`? Only j = i if both agree on i."""
+    diagonal = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device)
+    return torch.where((chosen == first)[:, :, None], diagonal, first[:, :, None] == chosen[:, None, :])
