@@ -18,6 +18,7 @@ class MoKConfig:
         that is an error. None: room for the worst case.
     all_gather_top_experts_chunk_bytes: bytes per message of the expert-id exchange.
     backend: "torch", "cuda", or None to pick from the device.
+    num_sms: SMs that the kernels may use; None: all.
     timeout_s: how long a rank waits for its peers before it raises.
 
     Raises TypeError or ValueError, naming the setting.
@@ -31,6 +32,7 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: int | None = None
     _: KW_ONLY
     backend: str | None = None
+    num_sms: int | None = None
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,27 @@
+// Barriers between the ranks of an expert-parallel group, in symmetric memory, by generation: nothing is ever set back.
+#pragma once
+
+#include "../../common/params.h"
+#include "../../device/sync/wait.cuh"
+
+namespace mok {
+
+// Called by one warp of the rank once all of the rank's work before the barrier is released to it.
+__device__ __forceinline__ void signal_ranks(ForwardParams const& p, int barrier) {
+    uint32_t const generation = p.counters->barrier_generation + barrier + 1;
+    ptx::fence_acq_rel_sys();
+    for (int peer = threadIdx.x % kWarpSize; peer < p.world_size; peer += kWarpSize) {
+        ptx::st_release_sys(p.flags[peer] + p.rank, generation);
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void wait_ranks(ForwardParams const& p, int barrier, WaitReport const& report) {
+    uint32_t const generation = p.counters->barrier_generation + barrier + 1;
+    for (int peer = threadIdx.x % kWarpSize; peer < p.world_size; peer += kWarpSize) {
+        wait_generation(p.flags[p.rank] + peer, generation, peer, report);
+    }
+    __syncwarp();
+}
+
+}  // namespace mok
