@@ -1,0 +1,17 @@
+"""mok for Hugging Face transformers.
+
+`register()` makes `experts_implementation="mok"` a choice of every model; `convert(model)` replaces whole MoE blocks by
+`mok.nn.MoKLayer`; `load_checkpoint`, `to_hf_state_dict` and `save_pretrained` read and write transformers' files, also
+when the experts are spread over an expert-parallel (EP) group.
+"""
+
+try:
+    import transformers.core_model_loading  # noqa: F401  (new in transformers 5)
+except ImportError as error:
+    raise ImportError('mok.hf needs transformers 5: pip install "mok[hf]"') from error
+
+from mok.hf.checkpoint import load_checkpoint, save_pretrained, to_hf_state_dict
+from mok.hf.convert import convert
+from mok.hf.experts import register
+
+__all__ = ["convert", "load_checkpoint", "register", "save_pretrained", "to_hf_state_dict"]
