@@ -286,3 +286,15 @@ def test_torchao_agrees():
         assert torch.equal(data.view(torch.uint8), want_data.view(torch.uint8))
         assert torch.equal(mxfp8.untile_scales(scales, 200, 160), want_scales.view(torch.uint8))
         assert torch.equal(scales.flatten(), utils.to_blocked(want_scales.view(torch.uint8)))
+
+
+def test_where_no_element_is_subnormal_the_direction_of_the_blocks_does_not_matter():
+    """Rounding to three bits is the same under every power of two. Elements within 2^13 of each other stay normal."""
+    x = torch.exp2(torch.empty(96, 64).uniform_(0, 13, generator=torch.Generator().manual_seed(9)))
+    along_rows, along_cols = mxfp8.round_trip(x, 1), mxfp8.round_trip(x, 0)
+    assert torch.equal(along_rows, along_cols) and not torch.equal(along_rows, x)
+    assert torch.equal(mxfp8.round_trip(along_rows, 0), along_rows)
+    x[5, 7] *= 2.0**20
+    assert not torch.equal(mxfp8.round_trip(x, 1), mxfp8.round_trip(x, 0)), (
+        "an outlier in a block costs the others bits"
+    )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import mok.functional as F
-from mok import mxfp8
+from mok import mxfp8, reference
 from mok.testing import VirtualGroup, assert_close_rel_l2, assert_same_bits, relative_l2
 
 CONFIG = F.MoKConfig(backend="torch")
@@ -124,6 +124,18 @@ def test_each_matmul_is_quantised_where_it_should_be(shared, limit):
     exact = problem.written_out(unchanged, limit)
     for name in ("output", "d_x", "d_router_weights", "d_routed_gate", "d_routed_up", "d_routed_down"):
         assert relative_l2(want[name], exact[name]) > 1e-4, f"{name} does not show whether anything was quantised"
+
+
+def test_the_reference_quantises_likewise():
+    problem = Problem(T=40, spread=4.0)
+    _, _, x, router_weights, shared, weights, dy = call_arguments(problem, torch.float64)
+    (schedule,) = reference.build_schedule([problem.ids], num_local_experts=4, num_local_tokens=40)
+    rest = (x, router_weights.double(), *shared, *weights)
+    output, context = reference.forward(schedule, *rest)
+    got = {"output": output, **reference.backward(schedule, context, dy, *rest)._asdict()}
+    want = problem.written_out(fake_quantize)
+    for name in NAMES:
+        assert_close_rel_l2(name, got[name], want[name], 1e-12)
 
 
 def test_the_shared_expert_is_not_quantised():
