@@ -270,6 +270,21 @@ def test_errors_name_expected_and_actual(message):
         BAD_CALLS[message]()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gives_the_same_bits(dtype):
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    info = torch.iinfo(integers)
+    x = torch.randint(info.min, info.max + 1, (512, 96), generator=torch.Generator().manual_seed(11))
+    x = torch.cat([x.to(integers).view(dtype), normal(512, 96).to(dtype)])
+    x = torch.where(x.isfinite() | (torch.arange(96) < 64), x, 0)
+    pair, gpu_pair = mxfp8.quantize(x), mxfp8.quantize(x.cuda())
+    restored, gpu_restored = mxfp8.dequantize(*pair), mxfp8.dequantize(*gpu_pair)
+    assert torch.equal(gpu_pair[0].cpu().view(torch.uint8), pair[0].view(torch.uint8))
+    assert torch.equal(gpu_pair[1].cpu(), pair[1])
+    torch.testing.assert_close(gpu_restored.cpu(), restored, rtol=0, atol=0, equal_nan=True)
+
+
 def test_torchao_agrees():
     """torchao's RCEIL mode is the same rule, but where it takes the scale 2^-127 it does not divide by it, and an inf
     gives it the scale 2^127; both are left out here."""
