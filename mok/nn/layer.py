@@ -56,6 +56,7 @@ class MoKLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size = check_int("hidden_size", hidden_size, 1)
+        self.swiglu_limit = swiglu_limit
         if shared_expert_gate and shared_intermediate_size is None:
             raise ValueError("shared_expert_gate: expected False without shared_intermediate_size, got True")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -103,7 +104,7 @@ class MoKLayer(nn.Module):
     def _route(self, x: Tensor, mask: Tensor | None) -> RouterOutput:
         if isinstance(self.router, MoKRouter):
             memory = None if torch.compiler.is_compiling() else routing_memory(self.experts)
-            return self.router(x, mask, replay=memory and (lambda ids: memory.settle(ids)[0]))
+            return self.router(x, mask, replay=memory and memory.settle)
         logits, weights, top_experts = self.router(x)
         if mask is not None:
             top_experts = top_experts.masked_fill(~mask[:, None], -1)
@@ -114,7 +115,7 @@ class MoKLayer(nn.Module):
         expert = self.shared_expert
         if not isinstance(expert, MoKSharedExpert) or self.shared_expert_gate is not None:
             return None
-        return expert.plain_weights() if expert.swiglu_limit == self.experts.swiglu_limit else None
+        return expert.plain_weights() if expert.swiglu_limit == self.swiglu_limit else None
 
     def _check(self, hidden_states: Tensor, padding_mask: Tensor | None) -> None:
         """Raises on every rank of the group if on one: the others are told at their first meeting in `experts`."""

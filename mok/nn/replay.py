@@ -56,33 +56,35 @@ class RoutingMemory:
         self._recomputation: object = None
         self._num_calls = 0
 
-    def settle(self, top_experts: Tensor, router_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The ids to use, and the weights remembered with them: those given, except in a recomputation.
-
-        No weights come back if none were given, if there is nothing to remember, or if `top_experts` is what this
-        returned last.
-        """
-        already = bool(self._unheld) and self._unheld[-1].top_experts is top_experts
+    def settle(self, top_experts: Tensor) -> Tensor:
+        """The ids to use: those given, except in a recomputation. Ids that this returned last come back as they are."""
         # A Function's forward, such as a reentrant checkpoint's, switches forward-mode gradients off, too.
         in_function = not torch.is_grad_enabled() and not torch._C._is_fwd_grad_enabled()
-        if already or torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or in_function):
-            return top_experts, None
-        router_weights = None if router_weights is None else router_weights.detach()
+        needs_no_memory = torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or in_function)
+        if needs_no_memory or self.current(top_experts) is not None:
+            return top_experts
+        first = None
         cause = torch._C._current_autograd_node()
         if cause is None:
             self._recomputation = None
             self._reentrant = [forward for forward in self._reentrant if not forward.was_recomputed]
         else:
             first = self._recall(cause._sequence_nr())
-            if first is not None and first.top_experts.shape == top_experts.shape:
-                first.was_recomputed = True
-                top_experts, router_weights = first.top_experts, first.router_weights
-        self._remember(top_experts, router_weights, in_function)
-        return top_experts, router_weights
+        if first is None or first.top_experts.shape != top_experts.shape:
+            self._remember(top_experts, None, in_function)
+            return top_experts
+        first.was_recomputed = True
+        self._remember(first.top_experts, first.router_weights, in_function)
+        return first.top_experts
 
-    def hold(self, output: Tensor) -> None:
-        """Let what was settled since the last call live as long as the graph of the layer's output."""
-        if output.grad_fn is not None:
+    def current(self, top_experts: Tensor) -> _Forward | None:
+        """The forward that `settle` has just given these ids, None if it did not remember it."""
+        is_current = bool(self._unheld) and self._unheld[-1].top_experts is top_experts
+        return self._unheld[-1] if is_current else None
+
+    def hold(self, output: Tensor | None) -> None:
+        """Let what was settled since the last call live as long as the graph of the layer's output, if it has one."""
+        if output is not None and output.grad_fn is not None:
             metadata: Any = output.grad_fn.metadata  # a dict, though typed as a method
             metadata["mok.routing"] = self._unheld
         self._unheld = []
@@ -125,39 +127,45 @@ def _active_hooks() -> object:
 
 
 def replayed(module: nn.Module, top_experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and weights `[T, K]` for a forward of `module`, which must `hold` its output: those given, or, in a
-    recomputation, the first forward's ids and the weights that follow them."""
+    """Ids and weights `[T, K]` for a forward of `module`: those given, but in a recomputation. `hold` must follow."""
     if torch.compiler.is_compiling():
         return top_experts, router_weights
-    first, remembered = routing_memory(module).settle(top_experts, router_weights)
-    if remembered is None:
+    memory = routing_memory(module)
+    first = memory.settle(top_experts)
+    forward = memory.current(first)
+    if forward is None:
         return top_experts, router_weights
-    return first, _FollowIds.apply(router_weights, top_experts, first, remembered)
+    if forward.router_weights is None:
+        forward.router_weights = router_weights.detach()
+    return first, _FirstWeights.apply(router_weights, top_experts, first, forward.router_weights)
 
 
-class _FollowIds(torch.autograd.Function):
-    """`router_weights` of the routes `chosen`, put in the places of the routes `first`; all `[T, K]`.
+def hold(module: nn.Module, output: Tensor | None) -> None:
+    """The end of a forward that began with `replayed`; output: None if it failed."""
+    if not torch.compiler.is_compiling():
+        routing_memory(module).hold(output)
 
-    Both are the same in a first forward. In a recomputation, a route that the router did not choose this time keeps the
-    weight it had (`remembered`), without a gradient to the router.
+
+class _FirstWeights(torch.autograd.Function):
+    """The value of `first_weights`, the weights of the routes `first`; the gradient of `router_weights`, those of the
+    routes `chosen`. All are `[T, K]`, and the same but in a recomputation.
+
+    Where `first` has a route that is not among the token's chosen ones, the router gets no gradient for it. (A
+    `MoKRouter` replays ids itself, so there it does.)
     """
 
     @staticmethod
-    def forward(ctx: Any, router_weights: Tensor, chosen: Tensor, first: Tensor, remembered: Tensor) -> Tensor:
+    def forward(ctx: Any, router_weights: Tensor, chosen: Tensor, first: Tensor, first_weights: Tensor) -> Tensor:
         # Also where they are the same: a recomputation must save what the first forward did.
         ctx.save_for_backward(chosen, first)
-        if chosen is first:
-            return router_weights.view_as(router_weights)
-        pairs = _pairs(chosen, first)
-        found = torch.where(pairs, router_weights[:, None, :], 0.0).sum(-1)
-        return torch.where(pairs.any(-1), found, remembered)
+        return first_weights.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         chosen, first = ctx.saved_tensors
-        if chosen.data_ptr() == first.data_ptr():
-            return grad, None, None, None
-        return torch.where(_pairs(chosen, first), grad[:, :, None], 0.0).sum(1), None, None, None
+        if chosen.data_ptr() != first.data_ptr():
+            grad = torch.where(_pairs(chosen, first), grad[:, :, None], 0.0).sum(1)
+        return grad, None, None, None
 
 
 def _pairs(chosen: Tensor, first: Tensor) -> Tensor:
