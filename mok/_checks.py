@@ -30,17 +30,19 @@ def check_tensor(
     Raises TypeError if it is no tensor, else ValueError.
     """
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    expected = f"{' or '.join(map(str, dtypes))} [{', '.join(map(str, shape))}]"
-    if device is not None:
-        expected += f" on {device}"
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, {expected}, got {describe(value)}")
+        raise TypeError(f"{name}: expected a tensor, {_expected(shape, dtypes, device)}, got {describe(value)}")
     fits = value.dim() == len(shape) and all(
         isinstance(want, str) or want == size for want, size in zip(shape, value.shape, strict=True)
     )
     if not fits or value.dtype not in dtypes or (device is not None and value.device != device):
-        raise ValueError(f"{name}: expected {expected}, got {describe(value)}")
+        raise ValueError(f"{name}: expected {_expected(shape, dtypes, device)}, got {describe(value)}")
     return value
+
+
+def _expected(shape: Shape, dtypes: Sequence[torch.dtype], device: torch.device | None) -> str:
+    text = f"{' or '.join(map(str, dtypes))} [{', '.join(map(str, shape))}]"
+    return text if device is None else f"{text} on {device}"
 
 
 def check_contiguous_rows(name: str, value: Tensor) -> None:
