@@ -1,12 +1,14 @@
 """Every canonical family: the same logits, loss and gradients as transformers' own experts, in files and in memory."""
 
+from unittest import mock
+
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-import mok.hf
+import mok.hf.experts
 from mok.nn import MoKLayer
 
 
@@ -29,7 +31,9 @@ def test_registered(eager: PreTrainedModel, expected: tiny.Run) -> None:
     mok.hf.register()
     model = tiny.clone(eager)
     model.set_experts_implementation("mok")
-    tiny.assert_same(tiny.run(model), expected)
+    with mock.patch("mok.hf.experts.moe", wraps=mok.hf.experts.moe) as moe:
+        tiny.assert_same(tiny.run(model), expected)
+    assert moe.called
 
 
 def test_converted(eager: PreTrainedModel, expected: tiny.Run) -> None:

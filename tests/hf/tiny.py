@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerModel,
+    Qwen3OmniMoeThinkerTextModel,
+)
 
 from mok.testing import assert_close_rel_l2
 
@@ -64,6 +69,8 @@ _LINEAR_ATTENTION = {
 }
 _SHARED_ROUTED = {**_WIDE, **_ROUTED, "num_shared_experts": 2}
 
+_MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "afmoe": {**_HEADS, **_SHARED_ROUTED, "num_dense_layers": 1, "route_scale": 1.5, "sliding_window": 8},
     "axk1": {**_LATENT, **_DEEPSEEK},
@@ -76,6 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_combination_strategy": "average",
         "sliding_window": 8,
     },
+    "deepseek_ocr2_text": {**_LATENT, **_DEEPSEEK, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": {**_LATENT, **_DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_LATENT, **_DEEPSEEK},
     "deepseek_v32": {**_LATENT, **_DEEPSEEK, **_INDEXER},
@@ -88,12 +96,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {
         **_HEADS,
         **_DEEPSEEK,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 1.0,
-            "mrope_section": [1, 1, 2],
-        },
+        "rope_parameters": {**_MULTIMODAL_ROPE, "partial_rotary_factor": 1.0},
+    },
+    "glm5_next_text": {
+        **_LATENT,
+        **_DEEPSEEK,
+        **_INDEXER,
+        "index_topk": 16,
+        "qk_rope_head_dim": 0,
+        "qk_head_dim": 8,
+        "swiglu_limit": 0.05,
+        "layer_types": ["full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"],
     },
     "glm_moe_dsa": {**_LATENT, **_DEEPSEEK, **_INDEXER},
     "granitemoe": {**_COMMON, **_LOCAL},
@@ -128,7 +142,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": NUM_EXPERTS,
         "num_experts_per_token": 2,
         "num_shared_experts": 2,
-        "layer_types": ["full_attention", "linear_attention"],
+        "layer_types": ["full_attention"] * 2,  # linear attention takes seconds
     },
     "laguna": {**_HEADS, **_GATED_SHARED, "moe_routed_scaling_factor": 1.5},
     "lfm2_moe": {**_COMMON, **_WIDE, **_ROUTED, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
@@ -144,6 +158,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_HEADS, **_GATED_SHARED, **_LINEAR_ATTENTION},
     "qwen3_moe": {**_HEADS, **_WIDE, **_ROUTED, "norm_topk_prob": True},
     "qwen3_next": {**_HEADS, **_GATED_SHARED, **_LINEAR_ATTENTION},
+    "qwen3_omni_moe_talker_text": {**_HEADS, **_GATED_SHARED, "rope_parameters": _MULTIMODAL_ROPE},
+    "qwen3_omni_moe_text": {**_HEADS, **_WIDE, **_ROUTED, "rope_parameters": _MULTIMODAL_ROPE},
     "qwen3_vl_moe_text": {**_HEADS, **_WIDE, **_ROUTED},
     "qwen4_exp_text": {
         **_HEADS,
@@ -159,7 +175,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 # In fp32 transformers' own gradients of the hyper-connections are off by 5e-3, which no comparison survives.
-_DTYPES = {"hy_v4": torch.float64}
+_DTYPES = {"glm5_next_text": torch.float64, "hy_v4": torch.float64}
+
+
+# Parts of larger models, which no auto class makes.
+_PARTS = {
+    "deepseek_ocr2_text": DeepseekOcr2TextModel,
+    "qwen3_omni_moe_talker_text": Qwen3OmniMoeTalkerModel,
+    "qwen3_omni_moe_text": Qwen3OmniMoeThinkerTextModel,
+}
 
 
 def build(family: str, experts_implementation: str = "eager", **changes: Any) -> PreTrainedModel:
@@ -167,12 +191,16 @@ def build(family: str, experts_implementation: str = "eager", **changes: Any) ->
     config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
     auto = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
     torch.manual_seed(0)
-    model = auto.from_config(config, experts_implementation=experts_implementation)
+    make = _PARTS[family]._from_config if family in _PARTS else auto.from_config
+    model = make(config, experts_implementation=experts_implementation)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # These start as zeros, which would not show whether they are used.
+            # Zeros would not show whether they are used.
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.uniform_(0.0, 0.5)
+            # transformers leaves those of the Qwen3-Omni talker as the allocator gave them.
+            if name.endswith(("gate.weight", "router.weight")) or ".experts." in name:
+                tensor.normal_(std=config.initializer_range)
     return model.to(_DTYPES.get(family, torch.float32)).eval()
 
 
@@ -206,6 +234,8 @@ def run(model: PreTrainedModel) -> Run:
     is_causal_lm = "CausalLM" in type(model).__name__
     if is_causal_lm:
         inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    if isinstance(model, Qwen3OmniMoeTalkerModel):
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     model.zero_grad()
     wants_router_logits = model.config.model_type not in _NO_ROUTER_LOGITS
     result = model(**inputs, output_router_logits=wants_router_logits, use_cache=False)
