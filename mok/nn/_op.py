@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mok import functional
 from mok._backends import pick_backend
@@ -20,6 +20,7 @@ from mok._checks import check_tensor
 from mok.comm import Communicator, as_communicator
 from mok.config import MoKConfig
 from mok.functional import MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.nn.replay import replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,7 @@ def moe(
     *,
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     swiglu_limit: float | None = None,
+    module: nn.Module | None = None,
     seat: Seat | None = None,
 ) -> Tensor:
     """Differentiable `mok.functional.forward`: `[T, H]` -> `[T, H]`.
@@ -75,6 +77,8 @@ def moe(
     x [T, H]; top_experts int64 or int32 [T, K], -1 = dropped; router_weights [T, K], any floating dtype;
     gate_up_proj [E_l, 2I, H], gate rows first; down_proj [E_l, H, I]; shared: gate and up [I_s, H], down [H, I_s].
     Under autocast x and all expert weights are cast to its dtype, which is then that of the result.
+    module: whose forward this is; where activation checkpointing repeats it, ids and weights are those of the first
+    time (`mok.nn.replay`). seat: process group and config (`seat_of`); default: one rank.
 
     Raises as `mok.functional`, on all ranks if on one.
     """
@@ -84,9 +88,16 @@ def moe(
         x = x.to(dtype)
         weights = tuple(weight if weight is None else weight.to(dtype) for weight in weights)
     router_weights = router_weights.to(torch.promote_types(x.dtype, torch.float32))
-    tensors = (x, top_experts, router_weights, *weights)
-    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return torch.ops.mok.moe(*tensors, swiglu_limit, (seat or _DEFAULT_SEAT).number, save)[0]
+    seat_number = (seat or _DEFAULT_SEAT).number
+
+    def compute(top_experts: Tensor, router_weights: Tensor) -> Tensor:
+        tensors = (x, top_experts, router_weights, *weights)
+        save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        return torch.ops.mok.moe(*tensors, swiglu_limit, seat_number, save)[0]
+
+    if module is None:
+        return compute(top_experts, router_weights)
+    return replay(module, compute, top_experts, router_weights)
 
 
 @torch.library.custom_op("mok::moe", mutates_args=())

@@ -14,7 +14,6 @@ from mok._checks import check_int
 from mok.comm import as_communicator
 from mok.config import MoKConfig
 from mok.nn._op import moe, seat_of
-from mok.nn.replay import hold, replayed
 
 
 class MoKExperts(nn.Module):
@@ -101,22 +100,17 @@ class MoKExperts(nn.Module):
         shared: gate and up `[I_s, H]` and down `[H, I_s]` of a shared expert, whose output is added.
         A forward that activation checkpointing repeats keeps the ids of the first (`mok.nn.replay`).
         """
-        top_experts, router_weights = replayed(self, top_experts, router_weights)
-        output = None
-        try:
-            output = moe(
-                hidden_states,
-                top_experts,
-                router_weights,
-                self.gate_up_proj,
-                self.down_proj,
-                shared=shared,
-                swiglu_limit=self.swiglu_limit,
-                seat=self._seat,
-            )
-            return output
-        finally:  # also when a checkpoint that has all it needs stops the recomputation here
-            hold(self, output)
+        return moe(
+            hidden_states,
+            top_experts,
+            router_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            shared=shared,
+            swiglu_limit=self.swiglu_limit,
+            module=self,
+            seat=self._seat,
+        )
 
     def extra_repr(self) -> str:
         parts = [f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"]

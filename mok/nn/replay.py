@@ -24,6 +24,7 @@ Under torch.compile nothing is remembered; there, keep the choice with a policy:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,24 +127,26 @@ def _active_hooks() -> object:
     return None if hooks is None else weakref.ref(hooks[0])
 
 
-def replayed(module: nn.Module, top_experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and weights `[T, K]` for a forward of `module`: those given, but in a recomputation. `hold` must follow."""
+def replay(
+    module: nn.Module, compute: Callable[[Tensor, Tensor], Tensor], top_experts: Tensor, router_weights: Tensor
+) -> Tensor:
+    """`compute(top_experts, router_weights)` as a forward of `module`: in a recomputation, with what it was first
+    computed with; `[T, K]` both."""
     if torch.compiler.is_compiling():
-        return top_experts, router_weights
+        return compute(top_experts, router_weights)
     memory = routing_memory(module)
     first = memory.settle(top_experts)
     forward = memory.current(first)
-    if forward is None:
-        return top_experts, router_weights
-    if forward.router_weights is None:
-        forward.router_weights = router_weights.detach()
-    return first, _FirstWeights.apply(router_weights, top_experts, first, forward.router_weights)
-
-
-def hold(module: nn.Module, output: Tensor | None) -> None:
-    """The end of a forward that began with `replayed`; output: None if it failed."""
-    if not torch.compiler.is_compiling():
-        routing_memory(module).hold(output)
+    if forward is not None:
+        if forward.router_weights is None:
+            forward.router_weights = router_weights.detach()
+        router_weights = _FirstWeights.apply(router_weights, top_experts, first, forward.router_weights)
+    output = None
+    try:
+        output = compute(first, router_weights)
+        return output
+    finally:  # also where a checkpoint that has all it needs breaks off the recomputation
+        memory.hold(output)
 
 
 class _FirstWeights(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from mok import functional
 from mok.nn import MoKLayer, MoKRouter
 from mok.nn.replay import routing_memory
 
@@ -55,24 +56,33 @@ def make_layer(foreign: bool = False, **options) -> tuple[MoKLayer, Disturbed]:
     return MoKLayer(H, 8, E, K, router=router, shared_intermediate_size=4, **options), disturbed
 
 
-def spy(layer: MoKLayer) -> list[tuple[Tensor, Tensor]]:
-    """Ids and weights that reach the experts' op, call by call."""
-    import mok.nn.experts as module
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Ids and weights that reach `mok.functional`, call by call."""
+    calls, build_schedule, forward = [], functional.build_schedule, functional.forward
 
-    seen, moe = [], module.moe
+    def recorded_build_schedule(workspace, config, top_experts, **options):
+        calls.append((top_experts.clone(), None))
+        return build_schedule(workspace, config, top_experts, **options)
 
-    def recorded(x, top_experts, router_weights, *arguments, **options):
-        seen.append((top_experts.clone(), router_weights.detach().clone()))
-        return moe(x, top_experts, router_weights, *arguments, **options)
+    def recorded_forward(config, workspace, schedule, x, router_weights, *arguments, **options):
+        calls[-1] = (calls[-1][0], router_weights.clone())
+        return forward(config, workspace, schedule, x, router_weights, *arguments, **options)
 
-    layer.register_forward_pre_hook(lambda *_: setattr(module, "moe", recorded))
-    layer.register_forward_hook(lambda *_: setattr(module, "moe", moe), always_call=True)
-    return seen
+    monkeypatch.setattr(functional, "build_schedule", recorded_build_schedule)
+    monkeypatch.setattr(functional, "forward", recorded_forward)
+    return calls
+
+
+def taken(seen: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """What `seen` holds, which is then empty."""
+    calls = list(seen)
+    seen.clear()
+    return calls
 
 
 def train(layer, router, region, reentrant, noise, num_batches, at_once):
-    """Forward and backward of each batch, or all forwards first. Returns what the op saw, and the gradients."""
-    seen = spy(layer)
+    """Forward and backward of each batch, or all forwards first. Returns the gradients."""
     torch.manual_seed(1)
     batches = [torch.randn(T, H, requires_grad=True) for _ in range(num_batches)]
     losses = []
@@ -86,14 +96,14 @@ def train(layer, router, region, reentrant, noise, num_batches, at_once):
     if at_once:
         sum(losses).backward()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return seen, grads | {f"x{i}": x.grad for i, x in enumerate(batches)}
+    return grads | {f"x{i}": x.grad for i, x in enumerate(batches)}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("region", REGIONS)
 def test_gradients_are_those_without_checkpointing(region, reentrant):
-    _, expected = train(*make_layer(), REGIONS[region], None, 0.0, 2, False)
-    _, grads = train(*make_layer(), REGIONS[region], reentrant, 0.0, 2, False)
+    expected = train(*make_layer(), REGIONS[region], None, 0.0, 2, False)
+    grads = train(*make_layer(), REGIONS[region], reentrant, 0.0, 2, False)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
@@ -102,13 +112,14 @@ def test_gradients_are_those_without_checkpointing(region, reentrant):
 @pytest.mark.parametrize(("num_batches", "at_once"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("region", REGIONS)
-def test_disturbed_recomputation_takes_the_first_routing(region, reentrant, num_batches, at_once, foreign):
-    first, expected = train(*make_layer(foreign), REGIONS[region], None, 0.0, num_batches, at_once)
+def test_disturbed_recomputation_takes_the_first_routing(region, reentrant, num_batches, at_once, foreign, seen):
+    expected = train(*make_layer(foreign), REGIONS[region], None, 0.0, num_batches, at_once)
+    first = taken(seen)
     layer, router = make_layer(foreign)
-    seen, grads = train(layer, router, REGIONS[region], reentrant, 10.0, num_batches, at_once)
+    grads = train(layer, router, REGIONS[region], reentrant, 10.0, num_batches, at_once)
 
     assert len(seen) == 2 * len(first)  # each forward once, and once more
-    left = list(seen)
+    left = taken(seen)
     for routing in 2 * first:
         match = next(i for i, other in enumerate(left) if all(map(torch.equal, routing, other)))
         left.pop(match)
@@ -134,39 +145,40 @@ def test_a_flip_at_a_tie_changes_no_gradient(reentrant):
     for noise in (0.0, 1e-6):
         layer, router = make_layer(dtype=torch.float64)
         router.weight.data[1::2] = router.weight.data[::2]
-        _, grads = train(*(layer, router), lambda layer, x: layer(x.double()), reentrant, noise, 1, False)
+        grads = train(*(layer, router), lambda layer, x: layer(x.double()), reentrant, noise, 1, False)
         results.append(grads)
     for name, grad in results[1].items():
         torch.testing.assert_close(grad, results[0][name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("early_stop", [False, True])
-def test_with_and_without_early_stop(early_stop):
+def test_with_and_without_early_stop(early_stop, seen):
     with set_checkpoint_early_stop(early_stop):
-        first, _ = train(*make_layer(), REGIONS["in the middle"], None, 0.0, 2, True)
-        seen, _ = train(*make_layer(), REGIONS["in the middle"], False, 10.0, 2, True)
+        train(*make_layer(), REGIONS["in the middle"], None, 0.0, 2, True)
+        first = taken(seen)
+        train(*make_layer(), REGIONS["in the middle"], False, 10.0, 2, True)
     for routing in first:
         assert sum(all(map(torch.equal, routing, other)) for other in seen) == 2
 
 
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-def test_nested(outer, inner):
+def test_nested(outer, inner, seen):
     def region(layer, x):
         return checkpoint(lambda x: layer(x).tanh(), x.sin().arcsin(), use_reentrant=inner)
 
     layer, router = make_layer()
-    first, _ = train(layer, router, lambda layer, x: layer(x.sin().arcsin()).tanh(), None, 0.0, 1, False)
-    seen, _ = train(*make_layer(), region, outer, 10.0, 1, False)
+    train(layer, router, lambda layer, x: layer(x.sin().arcsin()).tanh(), None, 0.0, 1, False)
+    first = taken(seen)
+    train(*make_layer(), region, outer, 10.0, 1, False)
     assert len(seen) >= 2
     for ids, weights in seen:
         assert torch.equal(ids, first[0][0]) and torch.equal(weights, first[0][1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_backward_twice(reentrant):
+def test_backward_twice(reentrant, seen):
     layer, router = make_layer()
-    seen = spy(layer)
     x = torch.randn(T, H, requires_grad=True)
     loss = checkpoint(REGIONS["in the middle"], layer, x, use_reentrant=reentrant).square().sum()
     router.noise = 10.0
@@ -176,20 +188,18 @@ def test_backward_twice(reentrant):
     assert all(torch.equal(ids, seen[0][0]) for ids, _ in seen)
 
 
-def test_frozen_router_and_input():
+def test_frozen_router_and_input(seen):
     """The first layer of a model whose experts alone are trained: no graph reaches the router."""
     layer, router = make_layer()
     router.requires_grad_(False)
-    seen = spy(layer)
     loss = checkpoint(REGIONS["in the middle"], layer, torch.randn(T, H), use_reentrant=False).sum()
     router.noise = 10.0
     loss.backward()
     assert len(seen) == 2 and torch.equal(seen[0][0], seen[1][0])
 
 
-def test_padding_mask_is_replayed():
+def test_padding_mask_is_replayed(seen):
     layer, router = make_layer()
-    seen = spy(layer)
     mask = torch.arange(T) % 3 > 0
     x = torch.randn(T, H, requires_grad=True)
     loss = checkpoint(layer, x, mask, use_reentrant=False).square().sum()
@@ -198,7 +208,7 @@ def test_padding_mask_is_replayed():
     assert torch.equal(seen[0][0], seen[1][0]) and (seen[1][0][~mask] == -1).all()
 
 
-def test_transformers_router():
+def test_transformers_router(seen):
     class Config:
         num_experts_per_tok, num_experts, norm_topk_prob, hidden_size = K, E, True, H
 
@@ -207,7 +217,6 @@ def test_transformers_router():
     router.weight.data.normal_()
     layer = MoKLayer(H, 8, E, K, router=router)
     plain = copy.deepcopy(layer)
-    seen = spy(layer)
     x = torch.randn(T, H, requires_grad=True)
     loss = checkpoint(layer, x, use_reentrant=False).square().sum()
     with torch.no_grad():
@@ -215,8 +224,8 @@ def test_transformers_router():
         flipped[0] += 3.0
         router.weight.data = flipped
     loss.backward()
-    plain(x).square().sum().backward()
     assert torch.equal(seen[0][0], seen[1][0])
+    plain(x).square().sum().backward()
     assert torch.equal(layer.experts.down_proj.grad, plain.experts.down_proj.grad)
 
 
