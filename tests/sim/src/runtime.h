@@ -1,0 +1,15 @@
+// What the C interface for Python shares with the CUDA runtime stub.
+#pragma once
+
+#include <cstdint>
+
+#include "machine.h"
+
+namespace moksim {
+
+// The virtual device of this host thread: launches of different ranks run at the same time.
+void set_host_rank(int rank);
+uint64_t queue_of(const void* stream);
+void* tensor_map_encoder();  // cuTensorMapEncodeTiled
+
+}  // namespace moksim
