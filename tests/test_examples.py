@@ -9,14 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import corpus
+import finetune
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from mok.testing import assert_close_rel_l2
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.append(str(EXAMPLES))
-import finetune  # noqa: E402
 
 TEXT = "".join(f"{n} times {m} is {n * m}, and {n} plus {m} is {n + m}.\n" for n in range(40) for m in range(20))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -27,7 +29,7 @@ def tiny(tmp_path_factory) -> Path:
     """A folder with a random checkpoint `model`, with tokenizer, and a text `data.txt`."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "data.txt").write_text(TEXT)
-    tokenizer = finetune.train_tokenizer([TEXT], vocab_size=300)
+    tokenizer = corpus.train_tokenizer([TEXT], vocab_size=300)
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **layers)
@@ -138,9 +140,7 @@ def test_expert_parallel_run_has_the_same_losses(tiny, tmp_path, monkeypatch):
         assert ours == pytest.approx(theirs, rel=2e-5), f"step {ours['step']}"
     expected = load_file(one / "model" / "model.safetensors")
     for name, tensor in load_file(two / "model" / "model.safetensors").items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text
-        )
+        assert_close_rel_l2(name, tensor, expected[name], 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_bad_options_are_named(monkeypatch, capsys, option, value, message):
 def test_jsonl_documents_end_with_the_end_of_text_token(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("one", "two")))
-    assert finetune.read_documents(path) == ["one", "two"]
-    tokenizer = finetune.train_tokenizer(["one two"], vocab_size=257)
-    assert tokenizer.decode(finetune.to_blocks(["one", "two"], tokenizer, 7)[0]) == "one<|endoftext|>two<|endoftext|>"
+    assert corpus.read_documents(path) == ["one", "two"]
+    tokenizer = corpus.train_tokenizer(["one two"], vocab_size=257)
+    assert tokenizer.decode(corpus.to_blocks(["one", "two"], tokenizer, 7)[0]) == "one<|endoftext|>two<|endoftext|>"
 
 
 def test_held_out_text_is_in_no_training_text():
-    texts = ["\n\n".join(documents) for documents in finetune.python_text()]
-    base, tuning, held_out = (set(finetune.paragraphs(text)) for text in texts)
+    texts = ["\n\n".join(documents) for documents in corpus.python_text()]
+    base, tuning, held_out = (set(corpus.paragraphs(text)) for text in texts)
     assert len(base) > 1000 and len(tuning) > 500 and len(held_out) > 100
     assert held_out.isdisjoint(base | tuning) and tuning.isdisjoint(base)
