@@ -62,18 +62,17 @@ class Communicator(ABC):
 
 def _disagreement(reports: Sequence[tuple[str, Mapping[str, object], tuple[bool, str] | None]]) -> Exception:
     """The error that every rank raises, from what each rank reported."""
-    errors = [error for _, _, error in reports]
-    if any(errors):
-        kind = TypeError if all(error is None or error[0] for error in errors) else ValueError
-        return kind(_by_rank([None if error is None else error[1] for error in errors]))
     names = dict.fromkeys(name for _, facts, _ in reports for name in facts)
     values = {name: [facts.get(name) for _, facts, _ in reports] for name in names}
-    values["call"] = [call for call, _, _ in reports]
-    for name, seen in values.items():
+    # A call goes last: ranks that disagree on a size come to be in different calls.
+    calls = {"call": [call for call, _, _ in reports]}
+    errors = [error for _, _, error in reports]
+    for name, seen in (values | ({} if any(errors) else calls)).items():
         known = [value for value in seen if value is not None]
         if any(value != known[0] for value in known):
             return ValueError(f"{name}: expected the same on every rank, got {_by_rank(seen)}")
-    raise AssertionError("the ranks' digests differ but their facts do not")
+    kind = TypeError if all(error is None or error[0] for error in errors) else ValueError
+    return kind(_by_rank([None if error is None else error[1] for error in errors]))
 
 
 def _by_rank(values: Sequence[object]) -> str:

@@ -229,10 +229,10 @@ def backward(
         check_tensor("grad_output", grad_output, x.shape, x.dtype, x.device)
         if context.gate_up.numel() == 0 and schedule.row_route.numel() > 0:
             raise ValueError("context: expected a saved one, got an empty one (from save_for_backward=False)")
-        needs = NeedsGrad() if needs_grad is None else NeedsGrad(*needs_grad)
+        needs = _check_needs_grad(needs_grad)
         targets = _check_main_grads(main_grads, weights, x.dtype)
         for name in ("x", "router_weights", "routed_gate", "routed_up", "routed_down"):
-            facts[f"needs_grad.{name}"] = bool(getattr(needs, name))
+            facts[f"needs_grad.{name}"] = getattr(needs, name)
     with _plain(workspace.device):
         return workspace.backend.backward(
             workspace,
@@ -357,6 +357,14 @@ def _check_weight(name: str, weight: object, shape: Sequence[int | str], x: Tens
 def _check_router_weights(schedule: MoKSchedule, x: Tensor, router_weights: Tensor) -> None:
     dtype = torch.promote_types(x.dtype, torch.float32)
     check_tensor("router_weights", router_weights, schedule.route_row.shape, dtype, x.device)
+
+
+def _check_needs_grad(needs_grad: Sequence[bool] | None) -> NeedsGrad:
+    if needs_grad is None:
+        return NeedsGrad()
+    if len(needs_grad) != len(NeedsGrad._fields):
+        raise ValueError(f"needs_grad: expected {len(NeedsGrad._fields)} flags, got {len(needs_grad)}")
+    return NeedsGrad(*map(bool, needs_grad))
 
 
 def _check_main_grads(

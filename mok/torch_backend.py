@@ -254,10 +254,13 @@ def _swiglu_backward(
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """`out (+)= a b`, rounded once."""
-    if out.data_ptr() % 64 == 0 or out.is_cuda:
-        out.addmm_(a, b, beta=int(accumulate))
-    else:  # BLAS may round differently where the output is not aligned, and that would depend on the other experts
+    if out.data_ptr() % 64 and not out.is_cuda:
+        # BLAS may round differently where the output is not aligned, which would depend on the other experts' rows.
         out.copy_(torch.addmm(out, a, b) if accumulate else torch.mm(a, b))
+    elif accumulate:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)
 
 
 def _transposed_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
