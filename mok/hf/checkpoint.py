@@ -56,8 +56,9 @@ def load_checkpoint(
         raise ValueError(f"prefix: expected '' with a {type(layer_or_model).__name__}, got {prefix!r}")
     plan = _Plan(layer_or_model, prefix.rstrip("."))
     plan.open(Path(path))
-    plan.match()
-    plan.check()
+    if not plan.problems["unreadable"]:
+        plan.match()
+        plan.check()
     comm = _communicator(layer_or_model)
     comm.agree("load_checkpoint", {}, plan.error(f"path: {path} does not fit {type(layer_or_model).__name__}"))
     try:
@@ -75,18 +76,20 @@ def load_checkpoint(
 def to_hf_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The whole model under its keys on disk, the experts of all ranks included (on the CPU when gathered).
 
-    Collective: every rank of the EP group must call it. Tied weights appear once.
+    Collective: every rank of the EP group must call it. Tied weights appear once. Tensors may share memory with the
+    model's.
     """
-    whole = dict(_gathered(model))
-    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(whole, model))
+    _check_model(model)
+    return _as_on_disk(model, dict(_gathered(model)))
 
 
 def save_pretrained(model: PreTrainedModel, path: str | PathLike[str], **kwargs: Any) -> None:
     """`model.save_pretrained(path, **kwargs)` with the experts of all ranks: files that plain transformers loads.
 
-    Collective: every rank of the EP group must call it; the first rank writes, and the files are complete when the call
-    returns on any rank of its group. Raises `ValueError` on all of them if writing fails.
+    Collective: every rank of the EP group must call it. Global rank 0 writes, and the files are complete when the call
+    returns on any rank of its group. Raises `ValueError` on all of these if writing fails.
     """
+    _check_model(model)
     comm = _communicator(model)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     writes = comm.rank == 0 and (not distributed or torch.distributed.get_rank() == 0)
@@ -94,10 +97,31 @@ def save_pretrained(model: PreTrainedModel, path: str | PathLike[str], **kwargs:
     failure = None
     if writes:
         try:
-            model.save_pretrained(path, state_dict=whole, **kwargs)
+            model.save_pretrained(path, state_dict=_as_on_disk(model, whole), save_original_format=False, **kwargs)
         except Exception as error:  # whatever it is, the other ranks wait for word of it
             failure = ValueError(f"path: writing {path} failed: {error!r}")
     comm.agree("save_pretrained", {}, failure)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected PreTrainedModel, got {type(model).__name__}")
+
+
+class _Whole:
+    """`model`, with the shapes that its parameters have when gathered; transformers' conversions look at them."""
+
+    def __init__(self, model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> None:
+        self._model, self.get_parameter = model, whole.__getitem__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _as_on_disk(model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    untied = remove_tied_weights_from_state_dict(whole, model)
+    model_with_shapes: Any = _Whole(model, whole)
+    return revert_weight_conversion(model_with_shapes, untied)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, MoKExperts]]:

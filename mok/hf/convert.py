@@ -113,7 +113,8 @@ def convert(model: PreTrainedModel, *, process_group: Any = None, config: MoKCon
     """Replace every MoE block of `model` by a `MoKLayer`, in place, and return the model.
 
     The parameters are the model's own, under the names they had. With a `process_group` of several ranks each keeps a
-    copy of its slice of the experts and lets the rest go; call it before wrapping the model (DDP, FSDP, PEFT, hooks).
+    copy of its slice of the experts and lets the rest go; `mok.hf.save_pretrained` then writes the whole. Call it
+    before anything that wraps the model or its modules (DDP, FSDP, PEFT, hooks).
 
     Raises `ValueError`, on every rank and before anything is changed, that names the blocks it can not replace and why.
     """

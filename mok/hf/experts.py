@@ -64,5 +64,5 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     x = hidden_states
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(gate_up_proj.dtype)
-    output = moe(x, top_experts, top_k_weights, gate_up_proj, down_proj, swiglu_limit=limit)
+    output = moe(x, top_experts, top_k_weights, gate_up_proj, down_proj, swiglu_limit=limit, module=experts)
     return output.to(hidden_states.dtype)

@@ -290,6 +290,9 @@ def test_arguments(tmp_path: Path) -> None:
         mok.hf.load_checkpoint(torch.nn.Linear(2, 2), tmp_path)
     with pytest.raises(ValueError, match="prefix"):
         mok.hf.load_checkpoint(tiny.build("qwen3_moe"), tmp_path, prefix="model")
+    for call in (mok.hf.to_hf_state_dict, lambda model: mok.hf.save_pretrained(model, tmp_path)):
+        with pytest.raises(TypeError, match=r"model: expected PreTrainedModel, got MoKLayer"):
+            call(make_layer())
 
 
 def test_a_failed_write_raises_on_every_rank(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+import mok.hf
 from mok.hf.experts import experts_forward
 
 _CACHE = Path(__file__).parents[2] / ".pytest_cache"
@@ -93,6 +94,25 @@ class _Common(common.ModelTesterMixin):
 
     def setUp(self) -> None:
         self.model_tester = _Tester(self.family)
+
+
+def _converted(cls: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
+    """The class, made to convert each of its models when it is built; so from_pretrained fills converted models."""
+
+    def __init__(self, config: transformers.PreTrainedConfig) -> None:
+        cls.__init__(self, config)
+        mok.hf.convert(self)
+
+    cannot = classmethod(lambda cls: False)
+    own = {"__init__": __init__, "__module__": cls.__module__, "_can_set_experts_implementation": cannot}
+    return type(cls.__name__, (cls,), own)
+
+
+class TestConvertedDeepseekV3(_Common, unittest.TestCase):
+    family = "deepseek_v3"
+    all_model_classes = (_converted(transformers.DeepseekV3Model), _converted(transformers.DeepseekV3ForCausalLM))
+    # transformers initialises what it knows by class, and it does not know MoKExperts.
+    test_can_init_all_missing_weights = None
 
 
 class TestQwen3Moe(_Common, unittest.TestCase):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
@@ -117,6 +118,20 @@ def test_compiles_in_one_graph() -> None:
     inputs = make_inputs()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), eager(experts, *inputs), atol=1e-6, rtol=1e-5)
+
+
+def test_clamp() -> None:
+    sizes = {"hidden_size": HIDDEN_SIZE, "moe_intermediate_size": 16, "n_routed_experts": NUM_EXPERTS}
+    config = AutoConfig.for_model("deepseek_v4", **sizes, swiglu_limit=0.5, experts_implementation="mok")
+    experts = DeepseekV4Experts(config)
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    inputs = make_inputs()
+    output = experts(*inputs)
+    torch.testing.assert_close(output, eager(experts, *inputs), atol=1e-6, rtol=1e-5)
+    experts.limit = 1e3
+    assert (experts(*inputs) - output).abs().max() > 1e-2, "nothing was clamped"
 
 
 @pytest.mark.parametrize(
