@@ -943,7 +943,7 @@ Status move_sum(Warp& w, const Op& op, uint32_t mask) {  // a symbol's address: 
 
 template <class T>
 Status move_param_address(Warp& w, const Op& op, uint32_t mask) {
-    const auto base = reinterpret_cast<Addr>(w.cta->launch->params.data());
+    const auto base = reinterpret_cast<Addr>(w.cta->launch->params);
     T r[kLanes];
     for (int i = 0; i < kLanes; ++i) r[i] = static_cast<T>(base + op.imm);
     store_lanes(w.at<T>(op.d), r, mask);

@@ -325,7 +325,7 @@ Status mbarrier_wait(Warp& w, const Op& op, uint32_t mask) {
             w.observed.join(b.complete);
     }
     // The suspend time of try_wait is up to the system: now and then it is over at once.
-    if (blocked && (op.x & 4) && !w.has_timed_out && w.random() % 8) {
+    if (blocked && (op.x & 4) && w.free_tries == 0 && w.random() % 8) {
         w.wait = {WaitKind::kMbarrier, blocked->offset, parity};
         blocked->waiters.push_back(&w);
         return Status::kBlock;
@@ -334,7 +334,7 @@ Status mbarrier_wait(Warp& w, const Op& op, uint32_t mask) {
         w.wait = {WaitKind::kMbarrier, blocked->offset, parity};
         m.sleep(w, 1 + w.random() % 64);
     }
-    w.has_timed_out = false;
+    w.free_tries = blocked ? std::max(w.free_tries - 1, 0) : 0;
     w.set_predicate(op.pd, ready, mask);
     return blocked ? Status::kYield : Status::kNext;
 }

@@ -193,7 +193,7 @@ Status load(Warp& w, const Op& op, uint32_t mask) {
         RangeChecker checker(w, op, (is_strong ? kStrong : 0) | (how.is_read_only ? kReadOnly : 0));
         for (int lane = 0; lane < kLanes; ++lane) {
             if (!(mask >> lane & 1)) continue;
-            const Place p = how.is_param ? Place{w.cta->launch->params.data() + op.imm}
+            const Place p = how.is_param ? Place{w.cta->launch->params + op.imm}
                                          : resolve(w, op, static_cast<Space>(how.space), addresses[lane], bytes, bytes,
                                                    false, lane);
             if (is_strong) acquire_from(w, p, static_cast<Semantics>(how.semantics), static_cast<Scope>(how.scope));

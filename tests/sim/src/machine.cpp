@@ -14,6 +14,7 @@ namespace moksim {
 constexpr int kErrorLaunchFailure = 719;  // cudaErrorLaunchFailure
 constexpr uint64_t kStallSteps = 200'000;
 constexpr uint64_t kFirstJumpNs = 1'000'000;
+constexpr int kFreeTries = 600;  // more than the kernels make between two looks at the clock
 
 std::string format(const char* pattern, ...) {
     va_list args;
@@ -75,9 +76,10 @@ std::shared_ptr<Launch> Machine::launch(LoadedModule* module, const LaunchReques
     const Program* p = program(module, request.kernel);
     auto l = std::make_shared<Launch>();
     l->program = p;
-    l->params.resize(p->param_bytes + 64);
+    l->param_storage.resize(p->param_bytes + 256);
+    l->params = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(l->param_storage.data()) + 127) / 128 * 128);
     for (size_t i = 0; i < p->params.size(); ++i)
-        memcpy(l->params.data() + p->params[i].first, request.args[i], p->params[i].second);
+        memcpy(l->params + p->params[i].first, request.args[i], p->params[i].second);
     l->num_clusters = 1;
     for (int i = 0; i < 3; ++i) {
         l->grid[i] = request.grid[i], l->block[i] = request.block[i];
@@ -200,7 +202,7 @@ void Machine::start_launches() {
         l->initial = retired;
         const uint32_t size = l->cluster[0] * l->cluster[1] * l->cluster[2];
         l->slots.resize(std::max<uint32_t>(config.num_sms * config.max_ctas_per_sm, size));
-        memory.add(reinterpret_cast<Addr>(l->params.data()), l->params.size(), "kernel parameters", true);
+        memory.add(reinterpret_cast<Addr>(l->params), l->program->param_bytes + 64, "kernel parameters", true);
         progress();
     }
     for (auto& l : launches)
@@ -426,7 +428,7 @@ void Machine::finish(Launch& l) {
     std::erase_if(asleep, is_mine);
     retire(l);
     l.clusters.clear();
-    if (l.is_started) memory.remove(reinterpret_cast<Addr>(l.params.data()));
+    if (l.is_started) memory.remove(reinterpret_cast<Addr>(l.params));
     std::erase_if(launches, [&](auto& other) { return other.get() == &l; });
     reset_when_idle();
     progress();
@@ -713,7 +715,7 @@ void Machine::stall(std::unique_lock<std::mutex>& lock) {
             for (auto& cta : cluster->ctas)
                 for (auto& w : cta->warps)
                     if (!w->is_done && w->wait.kind == WaitKind::kMbarrier && w->is_blocked) {
-                        w->has_timed_out = true;
+                        w->free_tries = kFreeTries;
                         wake(w.get());
                     }
 }

@@ -135,7 +135,8 @@ struct Warp {
     bool is_blocked = false;
     uint32_t backward_branches = 0;
 
-    bool is_done = false, is_queued = false, has_timed_out = false;
+    bool is_done = false, is_queued = false;
+    int free_tries = 0;  // so many try_waits give up at once, because nothing else moves
     uint64_t wake_step = 0;  // asleep until then if not 0
     Wait wait;
 
@@ -255,7 +256,8 @@ struct Launch {
     const Program* program = nullptr;
     uint32_t grid[3], block[3], cluster[3];
     uint32_t dynamic_shared = 0;
-    std::vector<uint8_t> params;
+    std::vector<uint8_t> param_storage;
+    uint8_t* params = nullptr;  // in param_storage, aligned as tensor maps need it
     int rank = 0;        // virtual device
     uint64_t queue = 0;  // launches of one queue run in order
     uint64_t number = 0;

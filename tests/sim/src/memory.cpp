@@ -18,6 +18,12 @@ ShadowCell& Region::cell(uint64_t offset) {
 }
 
 void Memory::add(Addr base, uint64_t size, const std::string& name, bool is_read_only, bool is_initialized) {
+    auto at = regions_.find(base);
+    if (at != regions_.end() && at->second->size == size) return;  // keeps what is known of its content
+    last_ = nullptr;
+    auto old = regions_.lower_bound(base);  // what was there has been freed unnoticed
+    if (old != regions_.begin() && std::prev(old)->second->contains(base, 1)) --old;
+    while (old != regions_.end() && old->first < base + size) old = regions_.erase(old);
     auto region = std::make_unique<Region>();
     region->base = base;
     region->size = size;
@@ -25,7 +31,6 @@ void Memory::add(Addr base, uint64_t size, const std::string& name, bool is_read
     region->name = name;
     region->is_read_only = is_read_only;
     region->is_initialized = is_initialized;
-    last_ = nullptr;
     regions_[base] = std::move(region);
 }
 

@@ -42,7 +42,9 @@ std::vector<Token> tokenize(const std::string& text) {
             i = end + 1;
         } else if (isdigit(static_cast<unsigned char>(c))) {
             size_t end = i;
-            while (end < n && (isalnum(static_cast<unsigned char>(text[end])))) ++end;
+            while (end < n && (isalnum(static_cast<unsigned char>(text[end])) ||
+                               (text[end] == '.' && end + 1 < n && isdigit(static_cast<unsigned char>(text[end + 1])))))
+                ++end;
             tokens.push_back({Token::kNumber, text.substr(i, end - i), line});
             i = end;
         } else if (is_word_start(c) || (c == '.' && i + 1 < n && is_word_start(text[i + 1]))) {
