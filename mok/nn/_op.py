@@ -1,14 +1,13 @@
 """The seam to autograd and torch.compile: `mok.functional` as the custom ops `mok::moe` and `mok::moe_backward`.
 
 A compiler sees two opaque ops. What the first saves for the second depends on the backend, and its size on the routing;
-so all of it travels as one-dimensional bytes: `saved` has the memory of one field of schedule and context each, and
-`header` says on the CPU how to read them (`_pack`).
+so all of it travels as one-dimensional bytes (`mok.nn._saved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, get_type_hints
 
 import torch
@@ -20,6 +19,7 @@ from mok._checks import check_tensor
 from mok.comm import Communicator, as_communicator
 from mok.config import MoKConfig
 from mok.functional import MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.nn._saved import distinct, pack, unpack
 from mok.nn.replay import replay
 
 
@@ -134,8 +134,8 @@ def _moe(
         save_for_backward=save,
     )
     if not save:
-        return output, torch.empty(0, dtype=torch.int64), []
-    return output, *_pack(schedule, context, workspace.num_local_tokens, x.device, given=top_experts)
+        return output, torch.empty(0, dtype=torch.int64, device="cpu"), []
+    return output, *pack(schedule, context, workspace.num_local_tokens, x.device, given=top_experts)
 
 
 @_moe.register_fake
@@ -156,7 +156,7 @@ def _(
     if not save:
         return output, torch.empty(0, dtype=torch.int64, device="cpu"), []
     new_size = torch.library.get_ctx().new_dynamic_size
-    num_saved = len(fields(_schedule_type(_seats[seat].config, x.device))) + len(fields(MoKForwardContext))
+    num_saved = sum(len(fields(kind)) for kind in _saved_types(_seats[seat].config, x.device))
     saved = [torch.empty(new_size(), dtype=torch.uint8, device=x.device) for _ in range(num_saved)]
     return output, torch.empty(new_size(), dtype=torch.int64, device="cpu"), saved
 
@@ -179,7 +179,7 @@ def _moe_backward(
 ) -> list[Tensor]:
     """The gradients that `needs_grad` asks for, of x, router_weights and the five weights, in this order."""
     config, group = _seats[seat].config, _seats[seat].process_group
-    schedule, context, num_local_tokens = _unpack(header, saved, _schedule_type(config, x.device))
+    schedule, context, num_local_tokens = unpack(header, saved, *_saved_types(config, x.device))
     workspace = functional.get_workspace(
         config,
         group,
@@ -209,7 +209,7 @@ def _moe_backward(
     )
     d_gate_up = None if d_gate is None or d_up is None else _joined(d_gate, d_up)
     grads = (d_x, d_router, d_gate_up, *d_others)
-    return _distinct([grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None])
+    return distinct([grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None])
 
 
 @_moe_backward.register_fake
@@ -258,7 +258,11 @@ _moe.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _workspace(seat: int, x: Tensor, top_experts: Tensor, gate_up_proj: Tensor) -> MoKWorkspace:
-    """The workspace that all layers of this shape share; large enough for every rank's tokens. Collective."""
+    """The workspace that all layers of this shape share; large enough for every rank's tokens. Collective.
+
+    It lies in the cache of `mok.functional`, by process group, and not in a buffer of the modules, which `.to()` would
+    move, deepcopy copy, DDP broadcast and FSDP2 meet on a device where it does not belong.
+    """
     config, group = _seats[seat].config, _seats[seat].process_group
     communicator = as_communicator(group)
     facts, error = {}, None
@@ -288,62 +292,13 @@ def _most_tokens(communicator: Communicator, x: Tensor) -> int:
     return int(communicator.all_gather(torch.tensor([x.shape[0]], device=x.device)).max())
 
 
-def _schedule_type(config: MoKConfig, device: torch.device) -> type[MoKSchedule]:
-    """The backend's schedule class: what its `build_schedule` says that it returns."""
-    return get_type_hints(pick_backend(config.backend, device).build_schedule)["return"]
-
-
-_DTYPES = (torch.int32, torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _pack(
-    schedule: MoKSchedule, context: MoKForwardContext, num_local_tokens: int, device: torch.device, given: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """`(header, saved)`, to be read by `_unpack`.
-
-    header: num_local_tokens; then for each field whether it is on the CPU, its dtype's index, its number of dimensions
-    and their sizes, and, for a field on the CPU while x is elsewhere, its elements. saved: the other fields' bytes.
-    """
-    header = [num_local_tokens]
-    saved: list[Tensor] = []
-    for tensor in _distinct([*vars(schedule).values(), *vars(context).values()], given):
-        in_header = tensor.device != device
-        header += [in_header, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        if in_header:
-            header += tensor.flatten().tolist()
-        if in_header or tensor.numel() == 0:
-            tensor = torch.empty(0, dtype=torch.uint8, device=device)
-        saved.append(tensor.contiguous().view(-1).view(torch.uint8))
-    return torch.tensor(header, dtype=torch.int64), saved
-
-
-def _unpack(
-    header: Tensor, saved: Sequence[Tensor], schedule_type: type[MoKSchedule]
-) -> tuple[MoKSchedule, MoKForwardContext, int]:
-    num_local_tokens, *codes = header.tolist()
-    tensors = []
-    for stored in saved:
-        in_header, dtype, dim, *codes = codes
-        shape, codes = codes[:dim], codes[dim:]
-        if in_header:
-            count = torch.Size(shape).numel()
-            tensors.append(torch.tensor(codes[:count], dtype=_DTYPES[dtype]).view(shape))
-            codes = codes[count:]
-        else:
-            tensors.append(stored.view(_DTYPES[dtype]).view(shape))
-    num_fields = len(fields(schedule_type))
-    return schedule_type(*tensors[:num_fields]), MoKForwardContext(*tensors[num_fields:]), num_local_tokens
-
-
-def _distinct(results: Sequence[Tensor], *inputs: Tensor) -> list[Tensor]:
-    """`results`, copied where they share memory with each other or with `inputs`, which those of an op must not."""
-    seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    distinct = []
-    for tensor in results:
-        pointer = tensor.untyped_storage().data_ptr()
-        distinct.append(tensor.clone() if pointer in seen else tensor)
-        seen.add(pointer)
-    return distinct
+@cache
+def _saved_types(config: MoKConfig, device: torch.device) -> tuple[type[MoKSchedule], type[MoKForwardContext]]:
+    """The backend's classes: what its functions say that they return."""
+    backend = pick_backend(config.backend, device)
+    makers = (backend.build_schedule, backend.recompute_forward_context)
+    schedule_type, context_type = (get_type_hints(maker)["return"] for maker in makers)
+    return schedule_type, context_type
 
 
 def _joined(d_gate: Tensor, d_up: Tensor) -> Tensor:

@@ -46,8 +46,9 @@ class RouterOutput(NamedTuple):
 class MoKRouter(nn.Module):
     """Chooses `top_k` of `num_experts` experts for each token, and their weights.
 
-    Parameter `weight [E, H]`; with `use_correction_bias` the buffer `e_score_correction_bias [E]` (float32), which
-    counts for the choice only and is moved by `update_bias`, not by gradients.
+    Parameter `weight [E, H]`; with `use_correction_bias` the buffer `e_score_correction_bias [E]`, which counts for the
+    choice only and is moved by `update_bias`, not by gradients. It stays float32 in `.to(dtype)`, because the steps of
+    `update_bias` are too small for less.
 
     score_function: "softmax", "sigmoid" or "sqrtsoftplus" (DeepSeek-V4); computed in float32.
     score_after_top_k: choose by the logits, then apply the score function to the chosen ones only (Granite, gpt-oss).
@@ -143,6 +144,14 @@ class MoKRouter(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.e_score_correction_bias is not None:
             nn.init.zeros_(self.e_score_correction_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoKRouter:
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self.e_score_correction_bias = bias.to(moved.device)
+        return self
 
     def forward(
         self, x: Tensor, padding_mask: Tensor | None = None, *, replay: Callable[[Tensor], Tensor] | None = None

@@ -161,6 +161,7 @@ def test_with_and_without_early_stop(early_stop, seen):
         assert sum(all(map(torch.equal, routing, other)) for other in seen) == 2
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the inner, under no_grad
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 def test_nested(outer, inner, seen):

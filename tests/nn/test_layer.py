@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from mok import functional
+from mok.functional import MoKConfig, MoKForwardContext
 from mok.nn import MoKExperts, MoKLayer, MoKRouter, MoKSharedExpert, RouterOutput
-from mok.testing import VirtualGroup, assert_close_rel_l2
+from mok.nn._saved import pack, unpack
+from mok.testing import VirtualGroup, assert_close_rel_l2, assert_same_bits
 
 H, I, E, K = 16, 8, 6, 2  # noqa: E741
 
@@ -224,7 +226,9 @@ def test_dtype_moves(dtype):
     layer = make_layer(router=MoKRouter(H, E, K, use_correction_bias=True), shared_intermediate_size=4)
     x = torch.randn(64, H, dtype=dtype)
     exact = plain(copy.deepcopy(layer).to(dtype).double(), x.double())
+    layer.router.e_score_correction_bias.fill_(0.1)
     moved = layer.to(dtype)
+    assert torch.equal(moved.router.e_score_correction_bias, torch.full((E,), 0.1))
     y = moved(x)
     assert y.dtype == dtype
     assert_close_rel_l2("y", y, exact, 4 * torch.finfo(dtype).eps)
@@ -395,9 +399,22 @@ def test_op_is_a_good_citizen():
     )
 
 
-def test_config_reaches_the_op():
-    from mok.config import MoKConfig
+def test_fields_on_the_cpu_travel_in_the_header():
+    """As `split_sizes` does when x is on a GPU, whose part the meta device plays here."""
+    ids = torch.tensor([[0, 1], [2, -1]])
+    config = MoKConfig()
+    workspace = functional.create_workspace(config, None, device="cpu", num_local_tokens=2, hidden_size=H, topk=K)
+    schedule = functional.build_schedule(workspace, config, ids, num_local_experts=E)
+    context = MoKForwardContext(torch.empty(0, 2, device="meta"), torch.empty(0, device="meta"))
+    header, saved = pack(schedule, context, 2, torch.device("meta"), given=ids)
+    assert all(tensor.numel() == 0 for tensor in saved)
+    again, empty, num_local_tokens = unpack(header, saved, type(schedule), type(context))
+    assert num_local_tokens == 2 and empty.gate_up.shape == (0, 2)
+    for name, value in vars(schedule).items():
+        assert_same_bits(name, getattr(again, name), value)
 
+
+def test_config_reaches_the_op():
     layer = make_layer(config=MoKConfig(backend="cuda"))
     with pytest.raises(ValueError, match='backend: expected one that can serve cpu, got "cuda"'):
         layer(torch.randn(5, H))
