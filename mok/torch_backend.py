@@ -399,13 +399,31 @@ def _zero(grads: _Mlp) -> None:
             part.tensor.zero_()
 
 
-# All routed experts of this rank
+# All routed experts of this rank: one after the other, or by torch's grouped matmul where that is fast. The grouped way
+# never waits for the GPU, so it may see rows past the last one, with any content; nothing reads what comes of them.
+
+
+def _can_group(mlp: _Mlp) -> bool:
+    """Whether torch has a grouped matmul for these weights that does not run expert by expert, and they are aligned."""
+    weights = [part.tensor for part in (*mlp.gate_up, *([mlp.down] if mlp.down else []))]
+    return not mlp.is_mxfp8 and all(
+        weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+        and weight.data_ptr() % 16 == 0
+        and weight.stride(-1) == 1
+        and all(size % 8 == 0 for size in (*weight.shape[1:], *weight.stride()[:2]))
+        for weight in weights
+    )
 
 
 def _forward_routed(
     arrived: Tensor, schedule: TorchSchedule, mlp: _Mlp, swiglu_limit: float | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`gate_up [R, 2I]` (only if `keep`) and, if there is a down projection, the unweighted results `[R, H]`."""
+    if _can_group(mlp):
+        gate_up, out = _forward_grouped(arrived.index_select(0, schedule.row_source), schedule, mlp, swiglu_limit)
+        return gate_up if keep else gate_up[:0], out
     num_rows, width = schedule.row_source.numel(), sum(part.tensor.shape[-2] for part in mlp.gate_up)
     bounds = schedule.expert_offsets.tolist()
     most = max(end - start for start, end in pairwise(bounds))
@@ -432,6 +450,10 @@ def _backward_routed(
     needs_d_rows: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """Fill `grads`; return `d_rows [R, H]` (None unless needed) and `dw [R]`."""
+    if _can_group(mlp):
+        rows = arrived.index_select(0, schedule.row_source) if grads.gate_up else arrived
+        d_out = arrived_d_out.index_select(0, schedule.row_source)
+        return _backward_grouped(rows, d_out, gate_up, row_weights, schedule, mlp, swiglu_limit, grads, needs_d_rows)
     d_rows = arrived_d_out.new_empty(gate_up.shape[0], arrived_d_out.shape[1]) if needs_d_rows else None
     d_weights = torch.empty_like(row_weights)
     for expert, (start, end) in enumerate(pairwise(schedule.expert_offsets.tolist())):
@@ -439,7 +461,7 @@ def _backward_routed(
             _zero(grads.expert(expert))
             continue
         source = schedule.row_source[start:end]
-        d_weights[start:end] = _backward_mlp(
+        dw = _backward_mlp(
             arrived.index_select(0, source) if grads.gate_up else arrived,
             arrived_d_out.index_select(0, source),
             gate_up[start:end],
@@ -449,7 +471,51 @@ def _backward_routed(
             grads.expert(expert),
             None if d_rows is None else d_rows[start:end],
         )
+        assert dw is not None
+        d_weights[start:end] = dw
     return d_rows, d_weights
+
+
+def _grouped_matmul(a: Tensor, b: Tensor, schedule: TorchSchedule) -> Tensor:
+    """`[R, M]` by `[E_l, M, N]` -> `[R, N]`, or `[M, R]` by `[R, N]` -> `[E_l, M, N]`."""
+    return torch.nn.functional.grouped_mm(a, b, offs=schedule.expert_offsets[1:])
+
+
+def _forward_grouped(
+    rows: Tensor, schedule: TorchSchedule, mlp: _Mlp, swiglu_limit: float | None
+) -> tuple[Tensor, Tensor | None]:
+    parts = [_grouped_matmul(rows, part.tensor.mT, schedule) for part in mlp.gate_up]
+    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if mlp.down is None:
+        return gate_up, None
+    return gate_up, _grouped_matmul(_swiglu(gate_up, swiglu_limit), mlp.down.tensor.mT, schedule)
+
+
+def _backward_grouped(
+    rows: Tensor,
+    d_out: Tensor,
+    gate_up: Tensor,
+    row_weights: Tensor,
+    schedule: TorchSchedule,
+    mlp: _Mlp,
+    swiglu_limit: float | None,
+    grads: _Mlp,
+    needs_d_rows: bool,
+) -> tuple[Tensor | None, Tensor]:
+    assert mlp.down is not None
+    projected = _grouped_matmul(d_out, mlp.down.tensor, schedule)
+    activation, d_gate_up, d_weights = _swiglu_backward(gate_up, projected, row_weights, swiglu_limit)
+    assert d_weights is not None
+    products = [(part, d_gate_up[:, part.columns], rows) for part in grads.gate_up]
+    if grads.down is not None:
+        products.append((grads.down, d_out, activation))
+    for part, a, b in products:
+        product = _grouped_matmul(a.t(), b, schedule)
+        part.tensor.add_(product) if part.accumulate else part.tensor.copy_(product)
+    if not needs_d_rows:
+        return None, d_weights
+    d_rows = [_grouped_matmul(d_gate_up[:, part.columns], part.tensor, schedule) for part in mlp.gate_up]
+    return d_rows[0] if len(d_rows) == 1 else d_rows[0].float().add_(d_rows[1]).to(rows.dtype), d_weights
 
 
 # The interface of a backend

@@ -47,6 +47,14 @@ class Problem:
         """In the order of ARGUMENTS."""
         return (self.x, self.router_weights, *self.shared, *self.routed(), self.swiglu_limit)
 
+    def cuda(self) -> Problem:
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.cuda()
+
+        shared = tuple(move(weight) for weight in self.shared)
+        rest = [move(t) for t in (self.top_experts, self.x, self.grad_output, self.router_weights)]
+        return Problem(*rest, shared, move(self.gate_up), move(self.down), self.swiglu_limit)
+
     def to(self, dtype: torch.dtype) -> Problem:
         def cast(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(dtype)

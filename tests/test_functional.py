@@ -12,7 +12,7 @@ from moe_cases import ARGUMENTS, GRADIENTS, Problem, make_problem, run_mok, run_
 
 from mok import functional, reference
 from mok.functional import MoKConfig
-from mok.testing import assert_close_rel_l2, assert_same_bits
+from mok.testing import VirtualGroup, assert_close_rel_l2, assert_same_bits
 
 LIMITS = [None, 0.7]
 
@@ -431,3 +431,49 @@ def test_import_does_no_work():
         "import torch, mok.functional; assert 'mok._C' not in sys.modules and not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("case", ["plain", "no shared expert", "no tokens", "all on one expert", "all dropped", "odd"])
+def test_torch_backend_on_a_gpu(case: str, limit: float | None):
+    """bf16 takes the grouped matmul unless sizes are odd; float32 goes expert by expert."""
+    width = 13 if case == "odd" else 16
+    problem = cruel_cases()[case] if case in cruel_cases() else make_problem(width=width)
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        rounded = problem.to(dtype)
+        rounded.swiglu_limit = limit
+        on_gpu = rounded.cuda()
+        torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is not zero
+        output, gradients = run_mok(on_gpu)
+        expected, expected_gradients = run_reference(rounded)
+        assert_close_rel_l2("output", output.cpu(), expected, tolerance)
+        on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
+        assert_gradients_close(rounded, on_cpu, expected_gradients, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_for_every_number_of_ranks_on_a_gpu(dtype: torch.dtype):
+    problem = make_problem(104, 48, 32, 8, 3, shared_width=None, dtype=dtype).cuda()
+    output, gradients = run_mok(problem)
+    for size in (2, 4, 8):
+        splits = [104 // size] * size
+        ranks = VirtualGroup(size).run(
+            lambda member, splits=splits: run_mok(problem.rank(member.rank(), splits), member, capacity=max(splits))
+        )
+        assert_same_bits("output", torch.cat([rank[0] for rank in ranks]), output)
+        for name in GRADIENTS[:5]:
+            parts = [getattr(rank[1], name) for rank in ranks]
+            assert_same_bits(name, torch.cat(parts), getattr(gradients, name))
+
+
+@pytest.mark.gpu
+def test_torch_backend_on_a_gpu_adds_to_main_grads():
+    problem = make_problem(dtype=torch.bfloat16).cuda()
+    weights = (*problem.shared, *problem.routed())
+    main_grads = [torch.ones(weight.shape, device="cuda") for weight in weights]
+    run_mok(problem, main_grads=main_grads)
+    _, (_, _, *routed, shared_gate, shared_up, shared_down) = run_mok(problem)
+    for main_grad, gradient in zip(main_grads, (shared_gate, shared_up, shared_down, *routed), strict=True):
+        assert_close_rel_l2("main gradient", main_grad, 1 + gradient.double(), 5e-3)
