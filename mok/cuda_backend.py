@@ -29,12 +29,10 @@ from mok.comm import ProcessGroupCommunicator
 class CudaSchedule(MoKSchedule):
     """Also what the kernels read. row_route has room for the worst case, -1 after row R.
 
-    row_pull: uint8 `[room]`, 1 at the first row here of a token of another rank.
     blocks: int32 `[most blocks, 4]`, (expert, first row, rows, -) of each row block. num_blocks: int32 `[1]`.
     local_ids: int32 `[T, K]`, the ids that the schedule was made of.
     """
 
-    row_pull: Tensor
     blocks: Tensor
     num_blocks: Tensor
     local_ids: Tensor
@@ -43,7 +41,6 @@ class CudaSchedule(MoKSchedule):
         return ops.ScheduleTables(
             self.expert_offsets,
             self.row_route,
-            self.row_pull,
             self.route_row,
             self.route_rank,
             self.blocks,
@@ -109,7 +106,6 @@ class CudaBuffers:
     error: Tensor
     counters: Tensor
     peers: PeerMemory | None
-    landing: Tensor | None
     block_counters: dict[str, ops.BlockCounters] = field(default_factory=dict)
 
     def counters_for(self, num_blocks: int, num_shared_blocks: int, device: torch.device) -> ops.BlockCounters:
@@ -136,7 +132,6 @@ def make_buffers(workspace: MoKWorkspace) -> CudaBuffers:
         error=ops.new_error_record(),
         counters=torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=workspace.device),
         peers=PeerMemory.make(workspace) if size > 1 else None,
-        landing=None if size == 1 else _empty(workspace, size * workspace.num_local_tokens, workspace.hidden_size),
     )
 
 
@@ -185,7 +180,6 @@ def build_schedule(workspace: MoKWorkspace, top_experts: Tensor, num_local_exper
         row_route=_empty(workspace, capacity, dtype=int32),
         route_row=_empty(workspace, num_tokens, topk, dtype=int32),
         route_rank=_empty(workspace, num_tokens, topk, dtype=int32),
-        row_pull=_empty(workspace, capacity if size > 1 else 0, dtype=torch.uint8),
         blocks=_empty(workspace, most_blocks, 4, dtype=int32),
         num_blocks=_empty(workspace, 1, dtype=int32),
         local_ids=top_experts.to(int32),
@@ -282,21 +276,27 @@ def _forward_buffers(
     routed: tuple[Tensor, Tensor, Tensor],
     save_for_backward: bool,
 ) -> ops.ForwardBuffers:
-    def ring(intermediate_size: int, most_blocks: int) -> Tensor:
-        sms = workspace.config.num_sms or ops.num_sms(workspace.device)
-        blocks = ops.segment_plan(workspace.hidden_size, intermediate_size, sms).ring_blocks
-        return _empty(workspace, min(blocks, most_blocks) * ops.BLOCK_ROWS, intermediate_size)
-
+    sms = workspace.config.num_sms or ops.num_sms(workspace.device)
     num_tokens, width = x.shape[0], routed[0].shape[-2]
     shared_width = shared[0].shape[0] if shared else 0
+    plan = ops.segment_plan(workspace.hidden_size, width, sms)
+    shared_plan = ops.segment_plan(workspace.hidden_size, shared_width, sms) if shared else None
+
+    def ring(ring_blocks: int, most_blocks: int, columns: int) -> Tensor:
+        return _empty(workspace, min(ring_blocks, most_blocks) * ops.BLOCK_ROWS, columns)
+
+    most_blocks = schedule.blocks.shape[0]
+    most_shared_blocks = -(-num_tokens // ops.BLOCK_ROWS)
     return ops.ForwardBuffers(
         output=torch.empty_like(x),
-        activation=ring(width, schedule.blocks.shape[0]),
+        activation=ring(plan.ring_blocks, most_blocks, width),
         gate_up=_empty(workspace, schedule.row_route.numel(), 2 * width) if save_for_backward else None,
-        shared_activation=ring(shared_width, -(-num_tokens // ops.BLOCK_ROWS)) if shared else None,
+        shared_activation=(
+            ring(shared_plan.ring_blocks, most_shared_blocks, shared_width) if shared_plan is not None else None
+        ),
         shared_gate_up=_empty(workspace, num_tokens, 2 * shared_width) if shared and save_for_backward else None,
         shared_output=_empty(workspace, num_tokens, workspace.hidden_size) if shared else None,
-        landing=workspace.buffers.landing,
+        gathered_x=ring(plan.input_ring_blocks, most_blocks, workspace.hidden_size),
     )
 
 

@@ -21,7 +21,7 @@ ARCHITECTURES: tuple[str, ...] = tuple(_C.ARCHITECTURES.split(","))
 _ERRORS = {
     1: "a down tile waited for the gate+up tiles of row block {task}",
     2: "a gate+up tile waited for its place in the activation ring, held by row block {task}",
-    3: "a gate+up tile waited for the rows of block {task} from other ranks",
+    3: "a gate+up tile waited for the gathered rows of block {task}",
     4: "a token waited for the down tiles of row block {task}",
     5: "rank {rank} waited for rank {task}",
     6: "a wait inside one thread block did not end",
@@ -105,7 +105,6 @@ class ScheduleTables:
 
     expert_offsets: Tensor
     row_route: Tensor
-    row_pull: Tensor
     route_row: Tensor
     route_rank: Tensor
     blocks: Tensor
@@ -136,7 +135,6 @@ def schedule(
     p.gathered_ids = ranks.ids
     p.expert_offsets = tables.expert_offsets.data_ptr()
     p.row_route = tables.row_route.data_ptr()
-    p.row_pull = tables.row_pull.data_ptr()
     p.route_row = tables.route_row.data_ptr()
     p.route_rank = tables.route_rank.data_ptr()
     p.blocks = tables.blocks.data_ptr()
@@ -161,9 +159,9 @@ def segment_plan(hidden_size: int, intermediate_size: int, sms: int) -> _C.Segme
     return _C.plan_segment(hidden_size, intermediate_size, sms)
 
 
-def _view(weight: Tensor) -> _C.WeightView:
+def _view(weight: Tensor) -> _C.MatrixView:
     stacked = weight if weight.dim() == 3 else weight[None]
-    return _C.WeightView(stacked.data_ptr(), stacked.stride(0), stacked.stride(1))
+    return _C.MatrixView(stacked.data_ptr(), stacked.stride(0), stacked.stride(1))
 
 
 def _mlp(gate: Tensor, up: Tensor, down: Tensor) -> _C.MlpWeights:
@@ -181,7 +179,7 @@ class BlockCounters:
     all: Tensor
     gate_up: Tensor
     down: Tensor
-    landed: Tensor
+    gathered: Tensor
     shared_gate_up: Tensor
     shared_down: Tensor
 
@@ -202,7 +200,7 @@ class ForwardBuffers:
     shared_activation: Tensor | None
     shared_gate_up: Tensor | None  # bf16 [T, 2*I_s]
     shared_output: Tensor | None  # bf16 [T, H]
-    landing: Tensor | None  # bf16 [size * token_capacity, H]
+    gathered_x: Tensor  # bf16 [ring_blocks * BLOCK_ROWS, H]
 
 
 def forward(
@@ -231,12 +229,11 @@ def forward(
     p.rank, p.world_size = ranks.rank, ranks.size
     p.num_routed_blocks = tables.num_blocks.data_ptr()
     p.blocks = tables.blocks.data_ptr()
-    p.row_route, p.row_pull = tables.row_route.data_ptr(), tables.row_pull.data_ptr()
-    p.route_row = tables.route_row.data_ptr()
+    p.row_route, p.route_row = tables.row_route.data_ptr(), tables.route_row.data_ptr()
     p.router_weights, p.x, p.output = router_weights.data_ptr(), x.data_ptr(), buffers.output.data_ptr()
     p.route_output, p.published_x, p.flags = ranks.route_output, ranks.published_x, ranks.flags
-    p.landing = _pointer(buffers.landing)
-    p.landed = counters.landed.data_ptr()
+    p.gathered_x = buffers.gathered_x.data_ptr()
+    p.gathered = counters.gathered.data_ptr()
     p.counters = launch.counters.data_ptr()
     p.block_counters, p.num_block_counters = counters.all.data_ptr(), counters.all.numel()
     p.swiglu_limit = float("inf") if swiglu_limit is None else swiglu_limit

@@ -66,8 +66,8 @@ class StructBinder {
 };
 
 void bind_weights(py::module_& m) {
-    py::class_<WeightView>(m, "WeightView")
-        .def(py::init<uint64_t, int64_t, int64_t>(), py::arg("data"), py::arg("expert_stride"), py::arg("row_stride"));
+    py::class_<MatrixView>(m, "MatrixView")
+        .def(py::init<uint64_t, int64_t, int64_t>(), py::arg("data"), py::arg("batch_stride"), py::arg("row_stride"));
     StructBinder<MlpWeights>(m, "MlpWeights")
         .value("gate", &MlpWeights::gate)
         .value("up", &MlpWeights::up)
@@ -95,7 +95,6 @@ void bind_schedule(py::module_& m) {
         .pointers("gathered_ids", &ScheduleParams::gathered_ids)
         .pointer("expert_offsets", &ScheduleParams::expert_offsets)
         .pointer("row_route", &ScheduleParams::row_route)
-        .pointer("row_pull", &ScheduleParams::row_pull)
         .pointer("route_row", &ScheduleParams::route_row)
         .pointer("route_rank", &ScheduleParams::route_rank)
         .pointer("blocks", &ScheduleParams::blocks)
@@ -122,7 +121,6 @@ void bind_forward(py::module_& m) {
         .pointer("num_routed_blocks", &ForwardParams::num_routed_blocks)
         .pointer("blocks", &ForwardParams::blocks)
         .pointer("row_route", &ForwardParams::row_route)
-        .pointer("row_pull", &ForwardParams::row_pull)
         .pointer("route_row", &ForwardParams::route_row)
         .pointer("router_weights", &ForwardParams::router_weights)
         .pointer("x", &ForwardParams::x)
@@ -130,8 +128,8 @@ void bind_forward(py::module_& m) {
         .pointer("shared_output", &ForwardParams::shared_output)
         .pointers("route_output", &ForwardParams::route_output)
         .pointers("published_x", &ForwardParams::published_x)
-        .pointer("landing", &ForwardParams::landing)
-        .pointer("landed", &ForwardParams::landed)
+        .pointer("gathered_x", &ForwardParams::gathered_x)
+        .pointer("gathered", &ForwardParams::gathered)
         .pointers("flags", &ForwardParams::flags)
         .pointer("counters", &ForwardParams::counters)
         .pointer("block_counters", &ForwardParams::block_counters)
@@ -169,7 +167,8 @@ void bind_layout(py::module_& m) {
         .def_readonly("gate_up_tiles", &SegmentPlan::gate_up_tiles)
         .def_readonly("down_tiles", &SegmentPlan::down_tiles)
         .def_readonly("chunk_blocks", &SegmentPlan::chunk_blocks)
-        .def_readonly("ring_blocks", &SegmentPlan::ring_blocks);
+        .def_readonly("ring_blocks", &SegmentPlan::ring_blocks)
+        .def_readonly("input_ring_blocks", &SegmentPlan::input_ring_blocks);
     m.def("plan_segment", &plan_segment, py::arg("hidden"), py::arg("intermediate"), py::arg("num_sms"));
     m.def("plan_schedule_grid", &plan_schedule_grid, py::arg("num_routes"), py::arg("num_sms"));
     m.def("device_num_sms", &device_num_sms, py::arg("device"));

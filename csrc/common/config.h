@@ -21,8 +21,4 @@ constexpr int kStages = 4;
 constexpr int kClusterSize = 2;
 constexpr int kBlockRows = kTileRows * kClusterSize;
 
-// Activation ring: a gate+up tile may overwrite a block only when the down tiles of the block that was there are done;
-// four chunks keep that wait empty.
-constexpr int kRingChunks = 4;
-
 }  // namespace mok

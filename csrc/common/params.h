@@ -29,7 +29,7 @@ enum ErrorCode : int32_t {
     kNoError = 0,
     kGateUpTimeout = 1,     // a down tile waited for the gate+up tiles of its block
     kRingTimeout = 2,       // a gate+up tile waited for its slot of the activation ring
-    kDispatchTimeout = 3,   // a gate+up tile waited for rows from peers
+    kGatherTimeout = 3,     // a gate+up tile waited for its gathered rows
     kCombineTimeout = 4,    // a token waited for its down tiles
     kBarrierTimeout = 5,    // a rank waited for a peer
     kPipelineTimeout = 6,   // a wait inside one CTA
@@ -59,7 +59,6 @@ struct ScheduleParams {
     int32_t* gathered_ids[kMaxRanks];  // each rank's [world_size, token_capacity * top_k]; unused at world_size 1
     int32_t* expert_offsets;           // [num_local_experts + 1]
     int32_t* row_route;                // [row_capacity]
-    uint8_t* row_pull;                 // [row_capacity] 1: first row here of a token of another rank
     int32_t* route_row;                // [num_tokens, top_k]
     int32_t* route_rank;               // [num_tokens, top_k]
     BlockEntry* blocks;                // [row_capacity / kBlockRows + num_local_experts]
@@ -86,9 +85,11 @@ struct SegmentParams {
     int32_t gate_up_tiles;
     int32_t down_tiles;
     int32_t chunk_blocks;
-    int32_t ring_blocks;
-    uint32_t* gate_up_done;  // [blocks] warps' stores of finished gate+up tiles
-    uint32_t* down_done;     // [blocks] the same for down tiles
+    int32_t group_blocks;
+    int32_t ring_blocks;        // of the activation
+    int32_t input_ring_blocks;  // of gathered_x
+    uint32_t* gate_up_done;     // [blocks] warps' stores of finished gate+up tiles
+    uint32_t* down_done;        // [blocks] the same for down tiles
 };
 
 // Counters of one launch; the last CTA to leave sets them back to zero.
@@ -97,9 +98,9 @@ struct LaunchCounters {
     uint32_t next_combine;
     uint32_t finished_ctas;
     uint32_t gemm_finished_warps;
-    uint32_t published_warps;
+    uint32_t published_ctas;
     uint32_t barrier_generation;
-    uint32_t next_dispatch;
+    uint32_t next_gather;
     uint32_t error_claims;
 };
 
@@ -109,7 +110,6 @@ struct ForwardParams {
     int32_t const* num_routed_blocks;  // [1]
     BlockEntry const* blocks;
     int32_t const* row_route;
-    uint8_t const* row_pull;
     int32_t const* route_row;       // [num_tokens, top_k]
     float const* router_weights;    // [num_tokens, top_k]
     bf16 const* x;                  // [num_tokens, hidden]
@@ -117,9 +117,9 @@ struct ForwardParams {
     bf16* shared_output;            // [num_tokens, hidden] or null
     bf16* route_output[kMaxRanks];  // each rank's [token_capacity * top_k, hidden]: one slot a route, one writer a slot
     bf16* published_x[kMaxRanks];   // each rank's [token_capacity, hidden]; unused at world_size 1
-    bf16* landing;     // [world_size * token_capacity, hidden] tokens pulled from peers; unused at world_size 1
-    uint32_t* landed;  // [blocks] rows whose token has arrived
-    uint32_t* flags[kMaxRanks];  // each rank's [world_size] barrier generations
+    bf16* gathered_x;               // ring [ring_blocks * kBlockRows, hidden] of the routed segment
+    uint32_t* gathered;             // [blocks] rows that are in the ring
+    uint32_t* flags[kMaxRanks];     // each rank's [world_size] barrier generations
     LaunchCounters* counters;
     uint32_t* block_counters;  // all counters per block, contiguous, for clearing
     int32_t num_block_counters;

@@ -35,6 +35,7 @@ struct TilePosition {
 struct TaskOrder {
     int num_blocks;
     int chunk_blocks;
+    int group_blocks;
     int gate_up_tiles;  // column tiles of the gate+up GEMM
     int down_tiles;     // column tiles of the down GEMM
 
@@ -60,13 +61,19 @@ struct TaskOrder {
         return tile_in_chunk(TileKind::kDown, chunk, offset - gate_up_in_section(chunk));
     }
 
+    // Whether a block is the first of its group.
+    MOK_HOST_DEVICE bool is_group_head(int block) const { return block % chunk_blocks % group_blocks == 0; }
+
   private:
     MOK_HOST_DEVICE int gate_up_in_section(int chunk) const {
         return chunk + 1 < num_chunks() ? blocks_in_chunk(chunk + 1) * gate_up_tiles : 0;
     }
     MOK_HOST_DEVICE TilePosition tile_in_chunk(TileKind kind, int chunk, int offset) const {
-        int const blocks = blocks_in_chunk(chunk);
-        return {kind, chunk * chunk_blocks + offset % blocks, offset / blocks};
+        int const tiles = kind == TileKind::kGateUp ? gate_up_tiles : down_tiles;
+        int const first = offset / (group_blocks * tiles) * group_blocks;
+        int const blocks = min_int(group_blocks, blocks_in_chunk(chunk) - first);
+        int const in_group = offset - first * tiles;
+        return {kind, chunk * chunk_blocks + first + in_group % blocks, in_group / blocks};
     }
 };
 

@@ -10,11 +10,18 @@ SegmentPlan plan_segment(int hidden, int intermediate, int num_sms) {
     SegmentPlan plan;
     plan.gate_up_tiles = ceil_div(intermediate, kGateUpColumns);
     plan.down_tiles = ceil_div(hidden, kTileColumns);
-    // A chunk's tiles of either kind must keep every cluster busy once over, and a half more, so that the tiles before
-    // are finished when they are needed.
-    int const num_clusters = num_sms / kClusterSize;
-    plan.chunk_blocks = ceil_div(num_clusters + num_clusters / 2, min_int(plan.gate_up_tiles, plan.down_tiles));
-    plan.ring_blocks = plan.chunk_blocks * kRingChunks;
+    // A chunk is one wave of gate+up tiles, so that each input row is read from memory by one wave only; where a row
+    // block has more tiles than that, a patch of eight blocks, which reuses each weight tile eight times.
+    constexpr int kLeastBlocks = 6;
+    constexpr int kPatchBlocks = 8;
+    int const wave_blocks = num_sms / kClusterSize / plan.gate_up_tiles;
+    plan.chunk_blocks = wave_blocks >= kLeastBlocks ? wave_blocks : kPatchBlocks;
+    plan.group_blocks = plan.chunk_blocks < 2 * kPatchBlocks ? plan.chunk_blocks : kPatchBlocks;
+    // A gate+up tile may overwrite a block of activations only when the down tiles of the block that was there are
+    // done: three chunks keep that wait empty. Of the gathered input, the chunk in use and the next: more would fall
+    // out of L2 before it is read.
+    plan.ring_blocks = plan.chunk_blocks * 3;
+    plan.input_ring_blocks = plan.chunk_blocks * 2;
     return plan;
 }
 
@@ -38,11 +45,23 @@ int resolve_num_sms(LaunchSettings const& settings) {
     return wanted / kClusterSize * kClusterSize > 0 ? wanted / kClusterSize * kClusterSize : kClusterSize;
 }
 
-void encode_maps(TensorMaps& maps, int segment, MlpWeights const& weights, int hidden) {
-    maps.gate[segment] = encode_weight(weights.gate, weights.num_experts, weights.intermediate, hidden, kGateUpColumns);
-    maps.up[segment] = encode_weight(weights.up, weights.num_experts, weights.intermediate, hidden, kGateUpColumns);
-    maps.down[segment] =
-        encode_weight(weights.down, weights.num_experts, hidden, weights.intermediate, kTileColumns / 2);
+void encode_maps(TensorMaps& maps, int segment, ForwardParams const& params, MlpWeights const& weights) {
+    int const hidden = params.hidden;
+    int const experts = weights.num_experts;
+    maps.gate[segment] = encode_matrix(weights.gate, experts, weights.intermediate, hidden, kGateUpColumns);
+    maps.up[segment] = encode_matrix(weights.up, experts, weights.intermediate, hidden, kGateUpColumns);
+    maps.down[segment] = encode_matrix(weights.down, experts, hidden, weights.intermediate, kTileColumns / 2);
+    SegmentParams const& s = params.segments[segment];
+    int const ring_rows = s.ring_blocks * kBlockRows;
+    auto const rows = [](bf16 const* data, int width) {
+        return MatrixView{reinterpret_cast<uint64_t>(data), int64_t{width} * kTileRows, width};
+    };
+    maps.activation[segment] =
+        encode_matrix(rows(s.activation, weights.intermediate), 1, ring_rows, weights.intermediate, kTileRows);
+    bool const is_routed = segment == kRoutedSegment;
+    maps.input[segment] =
+        encode_matrix(rows(is_routed ? params.gathered_x : params.x, hidden), 1,
+                      is_routed ? s.input_ring_blocks * kBlockRows : params.num_tokens, hidden, kTileRows);
 }
 
 void fill_segment(SegmentParams& segment, MlpWeights const& weights, int hidden, int num_sms) {
@@ -51,7 +70,9 @@ void fill_segment(SegmentParams& segment, MlpWeights const& weights, int hidden,
     segment.gate_up_tiles = plan.gate_up_tiles;
     segment.down_tiles = plan.down_tiles;
     segment.chunk_blocks = plan.chunk_blocks;
+    segment.group_blocks = plan.group_blocks;
     segment.ring_blocks = plan.ring_blocks;
+    segment.input_ring_blocks = plan.input_ring_blocks;
 }
 
 }  // namespace
@@ -72,13 +93,14 @@ void launch_forward(ForwardParams params, MlpWeights const& shared, MlpWeights c
     int const num_sms = resolve_num_sms(settings);
     TensorMaps maps = {};
     fill_segment(params.segments[kRoutedSegment], routed, params.hidden, num_sms);
-    encode_maps(maps, kRoutedSegment, routed, params.hidden);
-    if (shared.num_experts > 0) {
+    if (params.num_tokens == 0 && params.world_size == 1) return;
+    encode_maps(maps, kRoutedSegment, params, routed);
+    if (shared.num_experts > 0 && params.num_tokens > 0) {
         fill_segment(params.segments[kSharedSegment], shared, params.hidden, num_sms);
-        encode_maps(maps, kSharedSegment, shared, params.hidden);
+        encode_maps(maps, kSharedSegment, params, shared);
         params.num_shared_blocks = ceil_div(params.num_tokens, kBlockRows);
     } else {
-        params.segments[kSharedSegment].chunk_blocks = 1;
+        params.segments[kSharedSegment].chunk_blocks = params.segments[kSharedSegment].group_blocks = 1;
         params.num_shared_blocks = 0;
     }
     // Ranks wait for each other inside the launch only with device barriers: then every CTA must be resident.

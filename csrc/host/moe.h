@@ -17,9 +17,9 @@ struct LaunchSettings {
 };
 
 struct MlpWeights {
-    WeightView gate;
-    WeightView up;
-    WeightView down;
+    MatrixView gate;
+    MatrixView up;
+    MatrixView down;
     int num_experts = 0;
     int intermediate = 0;
 };
@@ -30,7 +30,9 @@ struct SegmentPlan {
     int gate_up_tiles;
     int down_tiles;
     int chunk_blocks;
+    int group_blocks;
     int ring_blocks;
+    int input_ring_blocks;
 };
 SegmentPlan plan_segment(int hidden, int intermediate, int num_sms);
 

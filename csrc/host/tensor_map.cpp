@@ -27,25 +27,25 @@ EncodeTiled find_encoder() {
 
 }  // namespace
 
-CUtensorMap encode_weight(WeightView const& weight, int num_experts, int num_rows, int depth, int box_rows) {
+CUtensorMap encode_matrix(MatrixView const& matrix, int batch, int num_rows, int depth, int box_rows) {
     static EncodeTiled const encode = find_encoder();
     constexpr cuuint64_t kElementBytes = 2;
     cuuint64_t const sizes[3] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows),
-                                 static_cast<cuuint64_t>(num_experts)};
-    cuuint64_t const strides[2] = {weight.row_stride * kElementBytes, weight.expert_stride * kElementBytes};
+                                 static_cast<cuuint64_t>(batch)};
+    cuuint64_t const strides[2] = {matrix.row_stride * kElementBytes, matrix.batch_stride * kElementBytes};
     cuuint32_t const box[3] = {kTileDepth, static_cast<cuuint32_t>(box_rows), 1};
     cuuint32_t const element_strides[3] = {1, 1, 1};
     CUtensorMap map;
     CUresult const status =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, reinterpret_cast<void*>(weight.data), sizes, strides, box,
+        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, reinterpret_cast<void*>(matrix.data), sizes, strides, box,
                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         std::ostringstream message;
-        message << "cuTensorMapEncodeTiled failed with " << status << " for a weight at 0x" << std::hex << weight.data
-                << std::dec << " of shape [" << num_experts << ", " << num_rows << ", " << depth
-                << "], strides in elements [" << weight.expert_stride << ", " << weight.row_stride << ", 1], box ["
-                << box_rows << ", " << kTileDepth << "]";
+        message << "cuTensorMapEncodeTiled failed with " << status << " for a matrix at 0x" << std::hex << matrix.data
+                << std::dec << " of shape [" << batch << ", " << num_rows << ", " << depth << "], strides in elements ["
+                << matrix.batch_stride << ", " << matrix.row_stride << ", 1], box [" << box_rows << ", " << kTileDepth
+                << "]";
         throw std::runtime_error(message.str());
     }
     return map;

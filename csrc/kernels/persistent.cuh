@@ -22,8 +22,7 @@ static_assert(kHelperWarps * kHelperRegisters + kMmaWarps * kMmaRegisters <=
 
 // The last CTA sets the launch's counters back to zero, which saves the next launch a memset.
 template <class Params>
-__device__ __forceinline__ void clear_counters(Params const& params) {
-    __shared__ bool is_last;
+__device__ __forceinline__ void clear_counters(Params const& params, bool& is_last) {
     if (threadIdx.x == 0) is_last = ptx::atom_acq_rel_gpu_add(&params.counters->finished_ctas, 1) == gridDim.x - 1;
     __syncthreads();
     if (!is_last) return;
@@ -48,9 +47,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (warp < kLoadWarps) {
             load_role<Program>(params, maps, storage);
         } else if (warp == kLoadWarps) {
-            scheduler_role<Program>(params, storage);
+            scheduler_role<Program>(params, maps, storage);
         } else {
-            Program::background(params, warp - kLoadWarps - 1);
+            Program::background(params, storage.copy, warp - kLoadWarps - 1);
         }
     } else {
         ptx::setmaxnreg_inc<kMmaRegisters>();
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // No CTA may leave while a peer of its cluster can still write to its shared memory.
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
-    clear_counters(params);
+    clear_counters(params, storage.is_last_cta);
 }
 
 }  // namespace mok

@@ -170,10 +170,7 @@ class ScheduleSort {
                 p_.route_row[own] = row;
                 p_.route_rank[own] = owner;
             }
-            if (owner == p_.rank && row < p_.row_capacity) {
-                p_.row_route[row] = route;
-                if (p_.world_size > 1) p_.row_pull[row] = is_first_pull(route, expert);
-            }
+            if (owner == p_.rank && row < p_.row_capacity) p_.row_route[row] = route;
         }
     }
 
@@ -227,19 +224,6 @@ class ScheduleSort {
             p_.row_route[row] = -1;
         if (blockIdx.x != 0 || threadIdx.x != 0 || *num_rows() <= p_.row_capacity) return;
         report_error(report, kScheduleOverflow, 0, p_.row_capacity, *num_rows());
-    }
-
-    // True for the first row on this rank of a token of another rank: that row's arrival serves the token's other rows.
-    __device__ bool is_first_pull(int route, int expert) const {
-        int const token = route / p_.top_k;
-        if (token / p_.token_capacity == p_.rank) return false;
-        for (int k = 0; k < p_.top_k; ++k) {
-            int const other_route = token * p_.top_k + k;
-            int const other = p_.gathered_ids[p_.rank][other_route];
-            bool const is_here = other >= 0 && other / p_.num_local_experts == p_.rank;
-            if (is_here && (other < expert || (other == expert && other_route < route))) return false;
-        }
-        return true;
     }
 
     ScheduleParams const& p_;

@@ -16,7 +16,7 @@ struct alignas(16) Task {
     int32_t expert;
     int32_t first_row;  // of the block, in the segment's rows
     int32_t num_rows;   // of the block
-    int32_t unused;
+    int32_t ring_row;   // of the block, in the segment's rings
 };
 
 // This CTA's share of a task. A block of more than kTileRows rows is split by rows: both CTAs use the same weights, so
@@ -54,6 +54,8 @@ MOK_HOST_DEVICE uint32_t stores_of_block(int num_rows, int num_column_tiles) {
     return num_column_tiles * kMmaWarps * (splits_rows(num_rows) ? kClusterSize : 1);
 }
 
-constexpr int kTaskSlots = 3;
+// The slot is free again when all have read the task in work, so the load role still runs one task ahead. Taking more
+// would bind tasks to a cluster before it is clear which is free first, while others wait for their results.
+constexpr int kTaskSlots = 1;
 
 }  // namespace mok

@@ -1,27 +1,38 @@
-// Asynchronous copies (PTX ISA, "Data Movement and Conversion Instructions": cp.async, cp.async.bulk.tensor, st.async).
+// Asynchronous copies (PTX ISA, "Data Movement and Conversion Instructions": cp.async.bulk, st.async).
 #pragma once
 
 #include <cstdint>
 
 namespace mok::ptx {
 
-// Copies 16 bytes, or writes 16 zeros when num_bytes is 0. L2 only: the rows are read once per CTA.
-__device__ __forceinline__ void cp_async_16(uint32_t shared, void const* global, uint32_t num_bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(num_bytes)
+__device__ __forceinline__ void prefetch_tensormap(void const* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies a multiple of 16 bytes, 16-byte aligned, to this CTA's shared memory.
+__device__ __forceinline__ void cp_async_bulk_load(uint32_t shared, void const* global, uint32_t num_bytes,
+                                                   uint32_t barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared),
+        "l"(global), "r"(num_bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_store(void* global, uint32_t shared, uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(num_bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit_group() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+// Waits until the writes of all but the newest kPending groups of this thread have been made.
 template <int kPending>
-__device__ __forceinline__ void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tensormap(void const* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t shared, void const* map, int c0, int c1, int c2,
@@ -41,6 +52,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(uint32_t share
         "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared),
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(cta_mask)
         : "memory");
+}
+
+// Brings a box to L2.
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(void const* map, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
+                 "r"(c2)
+                 : "memory");
 }
 
 // Stores 16 bytes into a CTA of the cluster and completes them on that CTA's barrier (both shared::cluster addresses).

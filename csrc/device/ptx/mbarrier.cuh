@@ -47,4 +47,19 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
     return done != 0;
 }
 
+// Never blocks, unlike try_wait.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 }  // namespace mok::ptx

@@ -5,6 +5,12 @@
 
 namespace mok::ptx {
 
+__device__ __forceinline__ uint32_t ld_relaxed_gpu(uint32_t const* address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint32_t ld_acquire_gpu(uint32_t const* address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -45,20 +51,32 @@ __device__ __forceinline__ uint32_t atom_relaxed_gpu_add(uint32_t* address, uint
     return old;
 }
 
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Orders this thread's ordinary shared-memory accesses before later accesses by the async proxy (TMA, wgmma).
-__device__ __forceinline__ void fence_proxy_async_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// Orders ordinary accesses to global memory that this thread has made or observed before its later accesses by the
+// async proxy (TMA).
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-__device__ __forceinline__ int4 ld_global_v4(void const* address) {
+// A cache policy for lines that will not be read again soon.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ int4 ld_global_v4(void const* address, uint64_t policy) {
     int4 value;
-    asm volatile("ld.global.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(address)
+                 : "l"(address), "l"(policy)
                  : "memory");
     return value;
 }
@@ -66,6 +84,12 @@ __device__ __forceinline__ int4 ld_global_v4(void const* address) {
 __device__ __forceinline__ void st_global_v4(void* address, int4 value) {
     asm volatile("st.global.v4.s32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_global_v4(void* address, int4 value, uint64_t policy) {
+    asm volatile("st.global.L2::cache_hint.v4.s32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
                  : "memory");
 }
 

@@ -44,6 +44,10 @@ struct RingBarriers {
     __device__ __forceinline__ void acquire(RingPosition<kSlots> const& at, WaitReport const& report) const {
         wait_mbarrier(shared_address(&empty[at.slot()]), at.phase() ^ 1, report);
     }
+    // Whether wait() would return at once; the same for all lanes of a warp.
+    __device__ __forceinline__ bool is_full(RingPosition<kSlots> const& at) const {
+        return __all_sync(0xFFFFFFFFu, ptx::mbarrier_test_wait_parity(shared_address(&full[at.slot()]), at.phase()));
+    }
     // Waits until the slot has been filled.
     __device__ __forceinline__ void wait(RingPosition<kSlots> const& at, WaitReport const& report) const {
         wait_mbarrier(shared_address(&full[at.slot()]), at.phase(), report);

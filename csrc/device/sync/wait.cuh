@@ -46,17 +46,24 @@ class Deadline {
     uint32_t calls_ = 0;
 };
 
-// Spins until the counter reaches `expected` (acquire). After a failure the caller goes on with wrong data: nothing
-// hangs, and the host raises.
-__device__ __forceinline__ void wait_at_least(uint32_t const* counter, uint32_t expected, ErrorCode code, int task,
+// Spins until the counter reaches `expected` (relaxed: the caller fences). After a failure the caller goes on with
+// wrong data: nothing hangs, and the host raises.
+__device__ __forceinline__ void poll_at_least(uint32_t const* counter, uint32_t expected, ErrorCode code, int task,
                                               WaitReport const& report) {
     Deadline deadline;
     for (;;) {
-        uint32_t const seen = ptx::ld_acquire_gpu(counter);
+        uint32_t const seen = ptx::ld_relaxed_gpu(counter);
         if (seen >= expected) return;
         if (deadline.passed(report)) return report_error(report, code, task, expected, seen);
         __nanosleep(20);
     }
+}
+
+// The same with acquire.
+__device__ __forceinline__ void wait_at_least(uint32_t const* counter, uint32_t expected, ErrorCode code, int task,
+                                              WaitReport const& report) {
+    poll_at_least(counter, expected, code, task, report);
+    ptx::fence_acq_rel_gpu();
 }
 
 // The same for a counter in peer-visible memory whose values wrap.

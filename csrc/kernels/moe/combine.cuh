@@ -22,6 +22,7 @@ __device__ __forceinline__ void add_scaled(float (&sum)[8], int4 const& values, 
 __device__ __forceinline__ void combine_token(ForwardParams const& p, int token, uint32_t live, float weight) {
     constexpr int kBatch = 8;
     int const lane = threadIdx.x % kWarpSize;
+    uint64_t const streaming = ptx::createpolicy_evict_first();
     bf16 const* const routes = p.route_output[p.rank] + int64_t{token} * p.top_k * p.hidden;
     for (int first = 0; first < p.hidden; first += kWarpSize * 8) {
         int const column = first + lane * 8;
@@ -33,7 +34,7 @@ __device__ __forceinline__ void combine_token(ForwardParams const& p, int token,
             for (int i = 0; i < kBatch; ++i) {
                 bool const is_live = begin + i < p.top_k && (live >> (begin + i) & 1);
                 if (is_live && is_column)
-                    values[i] = ptx::ld_global_v4(routes + int64_t{begin + i} * p.hidden + column);
+                    values[i] = ptx::ld_global_v4(routes + int64_t{begin + i} * p.hidden + column, streaming);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void combine_token(ForwardParams const& p, int token,
         }
         if (!is_column) continue;
         if (p.shared_output != nullptr) {
-            add_scaled(sum, ptx::ld_global_v4(p.shared_output + int64_t{token} * p.hidden + column), 1.0f);
+            add_scaled(sum, ptx::ld_global_v4(p.shared_output + int64_t{token} * p.hidden + column, streaming), 1.0f);
         }
         int4 const packed = {static_cast<int>(pack_bf16(sum[0], sum[1])), static_cast<int>(pack_bf16(sum[2], sum[3])),
                              static_cast<int>(pack_bf16(sum[4], sum[5])), static_cast<int>(pack_bf16(sum[6], sum[7]))};

@@ -13,19 +13,17 @@ struct Down {
         return p.segments[task.segment].intermediate;
     }
 
-    static __device__ __forceinline__ void wait_ready(ForwardParams const& p, Task const& task, Readiness&,
+    static __device__ __forceinline__ void wait_ready(ForwardParams const& p, Task const& task,
                                                       WaitReport const& report) {
         SegmentParams const& segment = p.segments[task.segment];
-        wait_at_least(&segment.gate_up_done[task.block], stores_of_block(task.num_rows, segment.gate_up_tiles),
+        poll_at_least(&segment.gate_up_done[task.block], stores_of_block(task.num_rows, segment.gate_up_tiles),
                       kGateUpTimeout, task.block, report);
     }
 
-    static __device__ __forceinline__ bf16 const* input_row(ForwardParams const& p, Task const& task, int block_row) {
-        return activation_row(p.segments[task.segment], task.block, block_row);
+    static __device__ __forceinline__ CUtensorMap const* input_map(TensorMaps const& maps, int segment) {
+        return &maps.activation[segment];
     }
-    static __device__ __forceinline__ bf16 const* any_address(ForwardParams const& p, Task const& task) {
-        return p.segments[task.segment].activation;
-    }
+    static __device__ __forceinline__ int input_row(ForwardParams const&, Task const& task) { return task.ring_row; }
 
     static __device__ __forceinline__ WeightHalf weight_half(TensorMaps const& maps, int segment, int column,
                                                              int half) {
@@ -47,26 +45,21 @@ struct Down {
 
     static __device__ __forceinline__ void store(ForwardParams const& p, Task const& task, Tile const& tile,
                                                  float const (&acc)[kAccumulators], uint32_t staging, int warp_row,
-                                                 int row_info) {
-        constexpr int kPairs = kAccumulators / 4;
+                                                 RowInfo const& info) {
+        RowPointers rows;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < kRowsPerLane; ++i) {
+            bool const is_row = warp_row + strip_row(i) < tile.num_rows;
+            rows.row[i] = is_row ? output_row(p, task.segment, info.row[i]) : nullptr;
+        }
+#pragma unroll
+        for (int first = 0; first < kTileColumns; first += kStripColumns) {
+            constexpr int kPairs = kStripColumns / 4;
             uint32_t packed[kPairs];
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                packed[i] = pack_bf16(acc[2 * (half * kPairs + i)], acc[2 * (half * kPairs + i) + 1]);
-            }
-            int const first_column = tile.column * kTileColumns + half * kStripColumns;
-            store_strip(staging, packed, p.hidden - first_column, [&](int row) -> bf16* {
-                int const info = __shfl_sync(0xFFFFFFFFu, row_info, row);
-                return warp_row + row < tile.num_rows ? output_row(p, task.segment, info) + first_column : nullptr;
-            });
+            for (int i = 0; i < kPairs; ++i) packed[i] = pack_bf16(acc[first / 2 + 2 * i], acc[first / 2 + 2 * i + 1]);
+            store_strip<true>(staging, packed, rows, tile.column * kTileColumns + first, p.hidden);
         }
-    }
-
-    static __device__ __forceinline__ void signal(ForwardParams const& p, Task const& task) {
-        if (p.world_size > 1) ptx::fence_acq_rel_sys();
-        ptx::red_release_gpu_add(&p.segments[task.segment].down_done[task.block], 1);
     }
 };
 

@@ -27,14 +27,14 @@ struct ForwardTasks {
                 tile.column,
                 entry.expert,
                 entry.first_row,
-                entry.num_rows};
+                entry.num_rows,
+                ring_row(p.segments[segment], tile.block)};
     }
 };
 
 struct Forward {
     using Params = ForwardParams;
     using TensorMaps = mok::TensorMaps;
-    using Readiness = mok::Readiness;
 
     template <class Visitor>
     static __device__ __forceinline__ void with_op(int kind, Visitor visit) {
@@ -53,8 +53,33 @@ struct Forward {
     static __device__ __forceinline__ int depth(Params const& p, Task const& task) {
         return is_gate_up(task) ? GateUp::depth(p, task) : Down::depth(p, task);
     }
-    static __device__ __forceinline__ int row_info(Params const& p, Task const& task, Tile const& tile, int row) {
-        return is_gate_up(task) || row >= tile.num_rows ? 0 : Down::row_info(p, task, tile.block_row + row);
+    static __device__ __forceinline__ bool is_group_head(Params const& p, Task const& task) {
+        return task_order(p.segments[task.segment], 0).is_group_head(task.block);
+    }
+    // Until the inputs of a task are there and its outputs may be overwritten. The caller fences.
+    static __device__ __forceinline__ void wait_ready(Params const& p, Task const& task, WaitReport const& report) {
+        if (task.kind == kLastTask) return;
+        with_op(task.kind, [&](auto op) { decltype(op)::wait_ready(p, task, report); });
+    }
+    static __device__ __forceinline__ RowInfo row_info(Params const& p, Task const& task, Tile const& tile,
+                                                       int warp_row) {
+        RowInfo info = {};
+        if (is_gate_up(task)) return info;
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+            int const row = warp_row + strip_row(i);
+            if (row < tile.num_rows) info.row[i] = Down::row_info(p, task, tile.block_row + row);
+        }
+        return info;
+    }
+    static __device__ __forceinline__ uint32_t* done_counter(Params const& p, Task const& task) {
+        SegmentParams const& segment = p.segments[task.segment];
+        return (is_gate_up(task) ? segment.gate_up_done : segment.down_done) + task.block;
+    }
+    // Releases a warp's stores; down tiles may have been pushed to other ranks.
+    static __device__ __forceinline__ void signal(Params const& p, uint32_t* counter) {
+        if (p.world_size > 1) ptx::fence_acq_rel_sys();
+        ptx::red_release_gpu_add(counter, 1);
     }
 
     static __device__ __forceinline__ WaitReport report(Params const& p) {
@@ -62,7 +87,7 @@ struct Forward {
     }
 
     static __device__ __forceinline__ TaskOrder task_order(SegmentParams const& s, int num_blocks) {
-        return {num_blocks, s.chunk_blocks, s.gate_up_tiles, s.down_tiles};
+        return {num_blocks, s.chunk_blocks, s.group_blocks, s.gate_up_tiles, s.down_tiles};
     }
     static __device__ __forceinline__ ForwardTasks tasks(Params const& p) {
         return {p,
@@ -70,17 +95,18 @@ struct Forward {
                  task_order(p.segments[kRoutedSegment], p.gemm ? *p.num_routed_blocks : 0)}};
     }
 
-    // The helper warps that neither load nor schedule: communication, then the weighted sum.
-    static __device__ __forceinline__ void background(Params const& p, int warp) {
-        int const worker = blockIdx.x * kBackgroundWarps + warp;
-        int const num_workers = gridDim.x * kBackgroundWarps;
-        if (p.publish) {
-            publish_tokens(p, worker, num_workers);
-            meet(p, worker == 0, 0, &p.counters->published_warps, num_workers);
+    // The helper warps that neither load nor schedule. One moves tokens, then joins the other in the weighted sum.
+    static __device__ __forceinline__ void background(Params const& p, CopyStorage& storage, int warp) {
+        if (warp == 0) {
+            WaitReport const wait_report = report(p);
+            RowCopier copier(storage, p.hidden * static_cast<int>(sizeof(bf16)), wait_report);
+            if (p.publish) publish_tokens(p, copier);
+            if (p.publish) meet(p, blockIdx.x == 0, 0, &p.counters->published_ctas, gridDim.x);
+            if (p.gemm) gather_rows(p, copier, wait_report);
         }
-        if (p.gemm && p.world_size > 1) pull_tokens(p);
         if (p.combine) {
-            meet(p, worker == 0, 1, &p.counters->gemm_finished_warps, gridDim.x * kMmaWarps);
+            bool const is_leader = blockIdx.x == 0 && warp == 0;
+            meet(p, is_leader, 1, &p.counters->gemm_finished_warps, gridDim.x * kMmaWarps);
             combine(p, report(p));
         }
     }
@@ -95,13 +121,13 @@ struct Forward {
     }
 
   private:
-    // One warp of the rank waits for the rank's other warps and tells the peers; every caller then waits for all ranks.
+    // One warp of the rank waits for the rank's other warps and tells the peers; every caller then waits for
+    // all ranks.
     static __device__ __forceinline__ void meet(Params const& p, bool is_leader, int barrier, uint32_t const* arrived,
                                                 int num_arrivals) {
         if (!p.device_barriers) return;
         if (is_leader) {
             wait_at_least(arrived, num_arrivals, kBarrierTimeout, p.rank, report(p));
-            __syncwarp();
             signal_ranks(p, barrier);
         }
         wait_ranks(p, barrier, report(p));

@@ -10,18 +10,14 @@ namespace mok {
 __device__ __forceinline__ void signal_ranks(ForwardParams const& p, int barrier) {
     uint32_t const generation = p.counters->barrier_generation + barrier + 1;
     ptx::fence_acq_rel_sys();
-    for (int peer = threadIdx.x % kWarpSize; peer < p.world_size; peer += kWarpSize) {
-        ptx::st_release_sys(p.flags[peer] + p.rank, generation);
-    }
-    __syncwarp();
+    for (int peer = 0; peer < p.world_size; ++peer) ptx::st_release_sys(p.flags[peer] + p.rank, generation);
 }
 
 __device__ __forceinline__ void wait_ranks(ForwardParams const& p, int barrier, WaitReport const& report) {
     uint32_t const generation = p.counters->barrier_generation + barrier + 1;
-    for (int peer = threadIdx.x % kWarpSize; peer < p.world_size; peer += kWarpSize) {
+    for (int peer = 0; peer < p.world_size; ++peer) {
         wait_generation(p.flags[p.rank] + peer, generation, peer, report);
     }
-    __syncwarp();
 }
 
 }  // namespace mok

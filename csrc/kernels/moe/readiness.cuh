@@ -2,6 +2,8 @@
 #pragma once
 
 #include "../../common/params.h"
+#include "../../common/tensor_maps.h"
+#include "../../device/epilogue/store_rows.cuh"
 #include "../tile_task.cuh"
 
 namespace mok {
@@ -11,22 +13,17 @@ __device__ __forceinline__ int rows_of_block(ForwardParams const& p, int segment
     return p.blocks[block].num_rows;
 }
 
-__device__ __forceinline__ bf16* activation_row(SegmentParams const& segment, int block, int block_row) {
-    int const slot = block % segment.ring_blocks;
-    return segment.activation + (int64_t{slot} * kBlockRows + block_row) * segment.intermediate;
+// First row of a block in the activation ring, and in the ring of gathered input rows.
+__device__ __forceinline__ int ring_row(SegmentParams const& segment, int block) {
+    return block % segment.ring_blocks * kBlockRows;
+}
+__device__ __forceinline__ int input_ring_row(SegmentParams const& segment, int block) {
+    return block % segment.input_ring_blocks * kBlockRows;
 }
 
-// How far a warp has already looked; blocks become ready nearly in order, so each block is looked at once.
-struct Readiness {
-    int landed_blocks = 0;
-
-    // A row's token may have been pulled for an earlier row, so all earlier blocks count too.
-    __device__ __forceinline__ void wait_landed(ForwardParams const& p, int block, WaitReport const& report) {
-        for (; landed_blocks <= block; ++landed_blocks) {
-            wait_at_least(&p.landed[landed_blocks], p.blocks[landed_blocks].num_rows, kDispatchTimeout, landed_blocks,
-                          report);
-        }
-    }
+// What an op's epilogue must know of the rows that a lane stores, looked up before the multiplication.
+struct RowInfo {
+    int row[kRowsPerLane];
 };
 
 // Waits until every block up to `block` of a segment has its down tiles stored; a whole warp looks at 32 blocks at a

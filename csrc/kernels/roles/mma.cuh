@@ -12,9 +12,34 @@ __device__ __forceinline__ void release_stage(SharedStorage& storage, int slot) 
     if (lane < kClusterSize) storage.tiles.release_in(slot, lane);
 }
 
+// A signal that a warp owes for its last tile. Signalling waits about 1,000 cycles for the tile's stores to arrive, so
+// it is done behind the first two multiplications of the next tile; but never later than a wait, which may be for what
+// the signal sets free.
+template <class Program>
+class OwedSignal {
+  public:
+    __device__ __forceinline__ explicit OwedSignal(typename Program::Params const& params) : params_(params) {}
+    __device__ __forceinline__ void owe(Task const& task) {
+        counter_ = Program::done_counter(params_, task);
+        __syncwarp();
+    }
+    __device__ __forceinline__ void pay() {
+        if (counter_ != nullptr && threadIdx.x % kWarpSize == 0) Program::signal(params_, counter_);
+        counter_ = nullptr;
+        __syncwarp();
+    }
+
+  private:
+    typename Program::Params const& params_;
+    uint32_t* counter_ = nullptr;
+};
+
+template <class Program>
 __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], SharedStorage& storage,
                                               RingPosition<kStages>& at, int num_steps, int warpgroup,
-                                              WaitReport const& report) {
+                                              OwedSignal<Program>& owed, WaitReport const& report) {
+    if (!storage.tiles.is_full(at)) owed.pay();
+    int const last_before_pay = min_int(1, num_steps - 1);
     int previous = 0;
     for (int step = 0; step < num_steps; ++step) {
         storage.tiles.wait(at, report);
@@ -22,6 +47,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], Share
         mma_step(acc, shared_address(storage.a[at.slot()]) + warpgroup * kWarpgroupRows * kTileRowBytes,
                  shared_address(storage.b[at.slot()]), step > 0);
         ptx::wgmma_commit_group();
+        if (step == last_before_pay) owed.pay();
         ptx::wgmma_wait_group<1>();
         if (step > 0) release_stage(storage, previous);
         previous = at.slot();
@@ -35,26 +61,29 @@ template <class Program>
 __device__ __forceinline__ void mma_role(typename Program::Params const& params, SharedStorage& storage) {
     WaitReport const report = Program::report(params);
     int const warp = threadIdx.x / kWarpSize - kHelperWarps;
+    int const warpgroup = __shfl_sync(0xFFFFFFFFu, warp / (kWarpgroupThreads / kWarpSize), 0);
     uint32_t const staging = shared_address(storage.staging[warp]);
+    OwedSignal<Program> owed(params);
     TaskReader tasks;
     RingPosition<kStages> at;
     Task task;
     float acc[kAccumulators];
-    while (tasks.next(storage, report, task)) {
+    for (;;) {
+        if (!tasks.is_ready(storage)) owed.pay();
+        if (!tasks.next(storage, report, task)) break;
         Tile const tile =
             tile_of_cta(task.num_rows, task.column, Program::column_tiles(params, task), ptx::cluster_ctarank());
         // Lane r % 16 keeps what the epilogue must know of row r, loaded here so that the multiplication hides the
         // latency.
-        int const row_info = Program::row_info(params, task, tile, warp * kStripRows + threadIdx.x % kStripRows);
-        multiply_tile(acc, storage, at, ceil_div(Program::depth(params, task), kTileDepth), warp / 4, report);
+        auto const row_info = Program::row_info(params, task, tile, warp * kStripRows);
+        multiply_tile(acc, storage, at, ceil_div(Program::depth(params, task), kTileDepth), warpgroup, owed, report);
         if (tile.num_rows == 0) continue;
         Program::with_op(task.kind, [&](auto op) {
-            using Op = decltype(op);
-            Op::store(params, task, tile, acc, staging, warp * kStripRows, row_info);
-            __syncwarp();
-            if (threadIdx.x % kWarpSize == 0) Op::signal(params, task);
+            decltype(op)::store(params, task, tile, acc, staging, warp * kStripRows, row_info);
         });
+        owed.owe(task);
     }
+    owed.pay();
 }
 
 }  // namespace mok

@@ -1,13 +1,17 @@
-// Hands out tasks in order. Taking them from a counter instead of by CTA index evens out slow SMs, and needs no CTA but
-// running ones: whatever an early task waits for was taken earlier, by a CTA that runs.
+// Hands out tasks in order, each when its inputs are ready. Taking them from a counter instead of by CTA index evens
+// out slow SMs, and needs no CTA but running ones: whatever an early task waits for was taken earlier, by a CTA that
+// runs.
 #pragma once
 
+#include "../../device/ptx/copy.cuh"
 #include "../shared_storage.cuh"
 
 namespace mok {
 
 __device__ __forceinline__ void publish_task(SharedStorage& storage, RingPosition<kTaskSlots> const& at,
                                              Task const& task) {
+    ptx::fence_acq_rel_gpu();  // passes on what the waits have acquired; one fence is cheaper than a release in each
+                               // arrival
     int4 const* const words = reinterpret_cast<int4 const*>(&task);
     uint32_t const slot = shared_address(&storage.tasks[at.slot()]);
     uint32_t const full = shared_address(&storage.task_ring.full[at.slot()]);
@@ -19,22 +23,44 @@ __device__ __forceinline__ void publish_task(SharedStorage& storage, RingPositio
     }
 }
 
+// Brings the weight tile of a task to L2 while the task before it is in work. The clusters that work side by side on
+// the blocks of a group read the same weights at the same pace, so without this all of them would wait for memory at
+// every step.
 template <class Program>
-__device__ __forceinline__ void scheduler_role(typename Program::Params const& params, SharedStorage& storage) {
+__device__ __forceinline__ void prefetch_weights(typename Program::Params const& params, TensorMaps const& maps,
+                                                 Task const& task) {
+    if (!Program::is_group_head(params, task)) return;
+    Tile const tile = tile_of_cta(task.num_rows, task.column, Program::column_tiles(params, task), 0);
+    Program::with_op(task.kind, [&](auto op) {
+        using Op = decltype(op);
+        for (int half = 0; half < 2; ++half) {
+            auto const source = Op::weight_half(maps, task.segment, tile.column, half);
+            for (int depth = 0; depth < Op::depth(params, task); depth += kTileDepth) {
+                ptx::cp_async_bulk_prefetch_tensor_3d(source.map, depth, source.row, task.expert);
+            }
+        }
+    });
+}
+
+template <class Program>
+__device__ __forceinline__ void scheduler_role(typename Program::Params const& params, TensorMaps const& maps,
+                                               SharedStorage& storage) {
     if (ptx::cluster_ctarank() != 0 || threadIdx.x % kWarpSize != 0) return;
     WaitReport const report = Program::report(params);
     auto const tasks = Program::tasks(params);
     RingPosition<kTaskSlots> at;
     for (;;) {
+        storage.task_ring.acquire(at, report);
         Task task;
         do {
             task = tasks.decode(ptx::atom_relaxed_gpu_add(&params.counters->next_task, 1));
         } while (task.kind != kLastTask &&
                  is_idle_slot(task.num_rows, task.column, Program::column_tiles(params, task)));
-        storage.task_ring.acquire(at, report);
+        Program::wait_ready(params, task, report);
         publish_task(storage, at, task);
-        at.advance();
         if (task.kind == kLastTask) return;
+        prefetch_weights<Program>(params, maps, task);
+        at.advance();
     }
 }
 
