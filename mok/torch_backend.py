@@ -1,7 +1,8 @@
 """The backend that runs anywhere: routes sorted by expert, one matmul per expert, collectives of torch.distributed.
 
 Gradients are the formulas of the design, written out; autograd takes no part. Every sum has a fixed order, so that the
-result has the same bits for every expert-parallel size (for the same number of CPU threads).
+result has the same bits for every expert-parallel size: given the same number of CPU threads and, with a shared expert,
+sizes that are multiples of 8 (on a GPU its matmuls are cuBLAS's, whose choice of kernel depends on T).
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ class TorchSchedule(MoKSchedule):
     sent_token: Tensor
     route_return: Tensor
     split_sizes: Tensor
+
+
+# The caller checks the ids.
+REPORTS_BAD_EXPERT_IDS = False
+
+
+def check(workspace: MoKWorkspace) -> None:
+    """Wait for the device, which surfaces its errors."""
+    if workspace.device.type == "cuda":
+        torch.cuda.synchronize(workspace.device)
 
 
 def make_buffers(workspace: MoKWorkspace) -> None:
@@ -142,18 +153,17 @@ def _inverse(permutation: Tensor) -> Tensor:
 # Movement
 
 
-def _dispatch(workspace: MoKWorkspace, schedule: TorchSchedule, per_token: Tensor) -> Tensor:
-    """`[T, ...]` -> the tokens that arrived here; `row_source` points into them."""
-    if workspace.communicator.size == 1:
-        return per_token
-    send_counts, recv_counts = schedule.split_sizes.tolist()
-    return workspace.communicator.all_to_all_rows(
-        per_token.index_select(0, schedule.sent_token), send_counts, recv_counts
-    )
+def _arrive(workspace: MoKWorkspace, schedule: TorchSchedule, tokens: Tensor) -> Tensor:
+    """`[T, ...]` on each rank -> the token of each row here, `[R, ...]`."""
+    if workspace.communicator.size > 1:
+        send_counts, recv_counts = schedule.split_sizes.tolist()
+        sent = tokens.index_select(0, schedule.sent_token)
+        tokens = workspace.communicator.all_to_all_rows(sent, send_counts, recv_counts)
+    return tokens.index_select(0, schedule.row_source)
 
 
-def _dispatch_weights(workspace: MoKWorkspace, schedule: TorchSchedule, router_weights: Tensor) -> Tensor:
-    """`[T, K]` -> the router weight of each row, `[R]`."""
+def _arrive_weights(workspace: MoKWorkspace, schedule: TorchSchedule, router_weights: Tensor) -> Tensor:
+    """`[T, K]` on each rank -> the router weight of each row here, `[R]`."""
     flat = router_weights.reshape(-1)
     if workspace.communicator.size == 1:
         return flat.index_select(0, schedule.row_route.clamp(min=0))
@@ -254,13 +264,17 @@ def _swiglu_backward(
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """`out (+)= a b`, rounded once."""
-    if out.data_ptr() % 64 and not out.is_cuda:
-        # BLAS may round differently where the output is not aligned, which would depend on the other experts' rows.
-        out.copy_(torch.addmm(out, a, b) if accumulate else torch.mm(a, b))
-    elif accumulate:
-        out.addmm_(a, b)
-    else:
-        torch.mm(a, b, out=out)
+    a, b = _aligned(a), _aligned(b)
+    target = _aligned(out)
+    torch.addmm(target, a, b, out=target) if accumulate else torch.mm(a, b, out=target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A copy unless it starts on a cache line. On a CPU, BLAS may round differently where it does not, and where one
+    expert's rows start depends on how many the others have."""
+    return tensor if tensor.is_cuda or tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 def _transposed_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -275,11 +289,11 @@ def _transposed_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> N
         out.addmm_(a.t().to(wide), b.to(wide), beta=int(accumulate))
 
 
-# One expert's MLP, or the shared one
+# The MLPs of the routed experts; the shared expert is the one expert of a group that has all tokens
 
 
 class _Part(NamedTuple):
-    """Some columns of `[n, 2I]`, and the weight or gradient `[..., columns, H]` that belongs to them."""
+    """Some columns of `[n, 2I]`, and the weights or gradients `[E_l, columns, H]` that belong to them."""
 
     columns: slice
     tensor: Tensor
@@ -287,22 +301,47 @@ class _Part(NamedTuple):
 
 
 class _Mlp(NamedTuple):
-    """Weights, or where their gradients go; of one expert (2-D tensors) or of all of this rank (3-D).
+    """Weights, or where their gradients go.
 
     gate_up: one part where gate and up lie together in memory, so that one matmul does for both, else two.
+    down: `[E_l, H, I]`; its columns are all of `[n, I]`.
     """
 
     gate_up: list[_Part]
-    down: _Part | None  # its columns are all of `[n, I]`
+    down: _Part | None
     is_mxfp8: bool = False
-
-    def expert(self, index: int) -> _Mlp:
-        gate_up = [part._replace(tensor=part.tensor[index]) for part in self.gate_up]
-        return _Mlp(gate_up, self.down and self.down._replace(tensor=self.down.tensor[index]), self.is_mxfp8)
 
     def operand(self, activations: Tensor, contracted_dim: int) -> Tensor:
         """`activations` as a matmul that sums over `contracted_dim` reads them."""
         return mxfp8.round_trip(activations, contracted_dim) if self.is_mxfp8 else activations
+
+
+class _Groups(NamedTuple):
+    """Which rows belong to which expert: on the device for torch's grouped matmul, which need not wait for the GPU (and
+    may meet rows past the last one, with any content; nothing reads what comes of them), or on the host."""
+
+    offsets: Tensor | None
+    bounds: list[int] | None
+
+
+def _groups(schedule: TorchSchedule, mlp: _Mlp) -> _Groups:
+    if _can_group(mlp):
+        return _Groups(schedule.expert_offsets[1:], None)
+    return _Groups(None, schedule.expert_offsets.tolist())
+
+
+def _can_group(mlp: _Mlp) -> bool:
+    """Whether torch has a grouped matmul for these weights that does not run expert by expert, and they are aligned."""
+    weights = [part.tensor for part in (*mlp.gate_up, *([mlp.down] if mlp.down else []))]
+    return not mlp.is_mxfp8 and all(
+        weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+        and weight.data_ptr() % 16 == 0
+        and weight.stride(-1) == 1
+        and all(size % 8 == 0 for size in (*weight.shape[1:], *weight.stride()[:2]))
+        for weight in weights
+    )
 
 
 def join_gate_up(gate: Tensor, up: Tensor) -> Tensor | None:
@@ -355,13 +394,41 @@ def _gradients(
     return grads, _Mlp([part for part in (gate_part, up_part) if part], down_part)
 
 
-def _forward_mlp(rows: Tensor, mlp: _Mlp, swiglu_limit: float | None, gate_up: Tensor, out: Tensor | None) -> None:
-    """Fill `gate_up [n, 2I]` and, unless None, `out [n, H]` from `rows [n, H]`."""
+def _matmul_rows(groups: _Groups, rows: Tensor, weights: Tensor) -> Tensor:
+    """Each expert's rows times its weights: `[R, M]` by `[E_l, M, N]` -> `[R, N]`."""
+    if groups.bounds is None:
+        return torch.nn.functional.grouped_mm(rows, weights, offs=groups.offsets)
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    for expert, (start, end) in enumerate(pairwise(groups.bounds)):
+        if start < end:
+            _matmul(rows[start:end], weights[expert], out[start:end])
+    return out
+
+
+def _weight_gradient(groups: _Groups, a: Tensor, b: Tensor, mlp: _Mlp, grad: _Part) -> None:
+    """The sum over each expert's rows of their outer products: `[R, M]` by `[R, N]` -> grad `[E_l, M, N]`."""
+    if groups.bounds is None:
+        product = torch.nn.functional.grouped_mm(a.t(), b, offs=groups.offsets)
+        grad.tensor.add_(product) if grad.accumulate else grad.tensor.copy_(product)
+        return
+    for expert, (start, end) in enumerate(pairwise(groups.bounds)):
+        out = grad.tensor[expert]
+        if start < end:
+            a_rows, b_rows = mlp.operand(a[start:end], 0), mlp.operand(b[start:end], 0)
+            _transposed_matmul(a_rows, b_rows, out, grad.accumulate)
+        elif not grad.accumulate:
+            out.zero_()
+
+
+def _forward_mlp(rows: Tensor, groups: _Groups, mlp: _Mlp, swiglu_limit: float | None) -> tuple[Tensor, Tensor | None]:
+    """`gate_up [R, 2I]` and, if there is a down projection, the results `[R, H]` without router weights."""
     rows = mlp.operand(rows, 1)
-    for columns, weight, _ in mlp.gate_up:
-        _matmul(rows, weight.t(), gate_up[:, columns])
-    if out is not None and mlp.down is not None:
-        _matmul(mlp.operand(_swiglu(gate_up, swiglu_limit), 1), mlp.down.tensor.t(), out)
+    parts = [_matmul_rows(groups, rows, part.tensor.mT) for part in mlp.gate_up]
+    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if mlp.down is None:
+        return gate_up, None
+    activation = mlp.operand(_swiglu(gate_up, swiglu_limit), 1)
+    return gate_up, _matmul_rows(groups, activation, mlp.down.tensor.mT)
 
 
 def _backward_mlp(
@@ -369,153 +436,26 @@ def _backward_mlp(
     d_out: Tensor,
     gate_up: Tensor,
     row_weights: Tensor | None,
-    mlp: _Mlp,
-    swiglu_limit: float | None,
-    grads: _Mlp,
-    d_rows: Tensor | None,
-) -> Tensor | None:
-    """Fill `grads` and, unless None, `d_rows [n, H]`; return `dw [n]` (None without w). d_out `[n, H]` has no w."""
-    assert mlp.down is not None
-    projected = torch.mm(mlp.operand(d_out, 1), mlp.down.tensor)
-    activation, d_gate_up, d_weights = _swiglu_backward(gate_up, projected, row_weights, swiglu_limit)
-    if grads.down is not None:
-        a, b = mlp.operand(d_out, 0), mlp.operand(activation, 0)
-        _transposed_matmul(a, b, grads.down.tensor, grads.down.accumulate)
-    if grads.gate_up:
-        a, b = mlp.operand(d_gate_up, 0), mlp.operand(rows, 0)
-        for columns, grad, accumulate in grads.gate_up:
-            _transposed_matmul(a[:, columns], b, grad, accumulate)
-    if d_rows is not None:
-        a = mlp.operand(d_gate_up, 1)
-        for index, (columns, weight, _) in enumerate(mlp.gate_up):
-            _matmul(a[:, columns], weight, d_rows, accumulate=index > 0)
-    return d_weights
-
-
-def _zero(grads: _Mlp) -> None:
-    """An expert without rows has a gradient of zero."""
-    for part in (*grads.gate_up, *([grads.down] if grads.down else [])):
-        if not part.accumulate:
-            part.tensor.zero_()
-
-
-# All routed experts of this rank: one after the other, or by torch's grouped matmul where that is fast. The grouped way
-# never waits for the GPU, so it may see rows past the last one, with any content; nothing reads what comes of them.
-
-
-def _can_group(mlp: _Mlp) -> bool:
-    """Whether torch has a grouped matmul for these weights that does not run expert by expert, and they are aligned."""
-    weights = [part.tensor for part in (*mlp.gate_up, *([mlp.down] if mlp.down else []))]
-    return not mlp.is_mxfp8 and all(
-        weight.is_cuda
-        and weight.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-        and weight.data_ptr() % 16 == 0
-        and weight.stride(-1) == 1
-        and all(size % 8 == 0 for size in (*weight.shape[1:], *weight.stride()[:2]))
-        for weight in weights
-    )
-
-
-def _forward_routed(
-    arrived: Tensor, schedule: TorchSchedule, mlp: _Mlp, swiglu_limit: float | None, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """`gate_up [R, 2I]` (only if `keep`) and, if there is a down projection, the unweighted results `[R, H]`."""
-    if _can_group(mlp):
-        gate_up, out = _forward_grouped(arrived.index_select(0, schedule.row_source), schedule, mlp, swiglu_limit)
-        return gate_up if keep else gate_up[:0], out
-    num_rows, width = schedule.row_source.numel(), sum(part.tensor.shape[-2] for part in mlp.gate_up)
-    bounds = schedule.expert_offsets.tolist()
-    most = max(end - start for start, end in pairwise(bounds))
-    gate_up = arrived.new_empty(num_rows if keep else most, width)
-    out = arrived.new_empty(num_rows, arrived.shape[1]) if mlp.down is not None else None
-    for expert, (start, end) in enumerate(pairwise(bounds)):
-        if start == end:
-            continue
-        rows = arrived.index_select(0, schedule.row_source[start:end])
-        into = gate_up[start:end] if keep else gate_up[: end - start]
-        _forward_mlp(rows, mlp.expert(expert), swiglu_limit, into, None if out is None else out[start:end])
-    return gate_up if keep else gate_up[:0], out
-
-
-def _backward_routed(
-    arrived: Tensor,
-    arrived_d_out: Tensor,
-    gate_up: Tensor,
-    row_weights: Tensor,
-    schedule: TorchSchedule,
+    groups: _Groups,
     mlp: _Mlp,
     swiglu_limit: float | None,
     grads: _Mlp,
     needs_d_rows: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """Fill `grads`; return `d_rows [R, H]` (None unless needed) and `dw [R]`."""
-    if _can_group(mlp):
-        rows = arrived.index_select(0, schedule.row_source) if grads.gate_up else arrived
-        d_out = arrived_d_out.index_select(0, schedule.row_source)
-        return _backward_grouped(rows, d_out, gate_up, row_weights, schedule, mlp, swiglu_limit, grads, needs_d_rows)
-    d_rows = arrived_d_out.new_empty(gate_up.shape[0], arrived_d_out.shape[1]) if needs_d_rows else None
-    d_weights = torch.empty_like(row_weights)
-    for expert, (start, end) in enumerate(pairwise(schedule.expert_offsets.tolist())):
-        if start == end:
-            _zero(grads.expert(expert))
-            continue
-        source = schedule.row_source[start:end]
-        dw = _backward_mlp(
-            arrived.index_select(0, source) if grads.gate_up else arrived,
-            arrived_d_out.index_select(0, source),
-            gate_up[start:end],
-            row_weights[start:end],
-            mlp.expert(expert),
-            swiglu_limit,
-            grads.expert(expert),
-            None if d_rows is None else d_rows[start:end],
-        )
-        assert dw is not None
-        d_weights[start:end] = dw
-    return d_rows, d_weights
-
-
-def _grouped_matmul(a: Tensor, b: Tensor, schedule: TorchSchedule) -> Tensor:
-    """`[R, M]` by `[E_l, M, N]` -> `[R, N]`, or `[M, R]` by `[R, N]` -> `[E_l, M, N]`."""
-    return torch.nn.functional.grouped_mm(a, b, offs=schedule.expert_offsets[1:])
-
-
-def _forward_grouped(
-    rows: Tensor, schedule: TorchSchedule, mlp: _Mlp, swiglu_limit: float | None
-) -> tuple[Tensor, Tensor | None]:
-    parts = [_grouped_matmul(rows, part.tensor.mT, schedule) for part in mlp.gate_up]
-    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    if mlp.down is None:
-        return gate_up, None
-    return gate_up, _grouped_matmul(_swiglu(gate_up, swiglu_limit), mlp.down.tensor.mT, schedule)
-
-
-def _backward_grouped(
-    rows: Tensor,
-    d_out: Tensor,
-    gate_up: Tensor,
-    row_weights: Tensor,
-    schedule: TorchSchedule,
-    mlp: _Mlp,
-    swiglu_limit: float | None,
-    grads: _Mlp,
-    needs_d_rows: bool,
-) -> tuple[Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill `grads`; return `d_rows [R, H]` (None unless needed) and `dw [R]` (None without w). d_out has no w yet."""
     assert mlp.down is not None
-    projected = _grouped_matmul(d_out, mlp.down.tensor, schedule)
+    projected = _matmul_rows(groups, mlp.operand(d_out, 1), mlp.down.tensor)
     activation, d_gate_up, d_weights = _swiglu_backward(gate_up, projected, row_weights, swiglu_limit)
-    assert d_weights is not None
-    products = [(part, d_gate_up[:, part.columns], rows) for part in grads.gate_up]
+    for grad in grads.gate_up:
+        _weight_gradient(groups, d_gate_up[:, grad.columns], rows, mlp, grad)
     if grads.down is not None:
-        products.append((grads.down, d_out, activation))
-    for part, a, b in products:
-        product = _grouped_matmul(a.t(), b, schedule)
-        part.tensor.add_(product) if part.accumulate else part.tensor.copy_(product)
+        _weight_gradient(groups, d_out, activation, mlp, grads.down)
     if not needs_d_rows:
         return None, d_weights
-    d_rows = [_grouped_matmul(d_gate_up[:, part.columns], part.tensor, schedule) for part in mlp.gate_up]
-    return d_rows[0] if len(d_rows) == 1 else d_rows[0].float().add_(d_rows[1]).to(rows.dtype), d_weights
+    d_gate_up = mlp.operand(d_gate_up, 1)
+    d_rows = [_matmul_rows(groups, d_gate_up[:, part.columns], part.tensor) for part in mlp.gate_up]
+    total = d_rows[0] if len(d_rows) == 1 else d_rows[0].to(_accumulate_dtype(rows)).add_(d_rows[1])
+    return total.to(rows.dtype), d_weights
 
 
 # The interface of a backend
@@ -535,21 +475,35 @@ def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool
     return _weights(gate, up, down[0] if down else None)._replace(is_mxfp8=is_mxfp8), routed
 
 
+def _forward_routed(
+    workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
+) -> tuple[Tensor, Tensor | None]:
+    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
+    return _forward_mlp(_arrive(workspace, schedule, x), _groups(schedule, mlp), mlp, swiglu_limit)
+
+
 def _padded(tokens: Tensor) -> Tensor:
     """With zero rows, up to a multiple of 16: BLAS has other kernels for odd row counts, and then the bits of a token
     would depend on how many tokens its rank has."""
     return torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[0] % 16))
 
 
+def _shared_mlp(weights: ExpertWeights) -> tuple[_Mlp, list[Tensor]] | None:
+    """As `_routed_mlp`, each weight `[1, ...]`; None without a shared expert."""
+    shared = [weight[None] for weight in weights[:3] if isinstance(weight, Tensor)]
+    if not shared:
+        return None
+    gate, up, *down = shared
+    return _weights(gate, up, down[0] if down else None), shared
+
+
 def _forward_shared(x: Tensor, weights: ExpertWeights, swiglu_limit: float | None) -> tuple[Tensor, Tensor | None]:
     """`shared_gate_up [T, 2*I_s]` and the shared expert's output `[T, H]`; empty and None without one."""
-    if weights.shared_gate is None or weights.shared_up is None:
+    shared = _shared_mlp(weights)
+    if shared is None:
         return x.new_empty(0), None
-    mlp = _weights(weights.shared_gate, weights.shared_up, weights.shared_down)
     rows = _padded(x)
-    gate_up = x.new_empty(rows.shape[0], 2 * weights.shared_gate.shape[0])
-    out = torch.empty_like(rows) if mlp.down is not None else None
-    _forward_mlp(rows, mlp, swiglu_limit, gate_up, out)
+    gate_up, out = _forward_mlp(rows, _Groups(None, [0, rows.shape[0]]), shared[0], swiglu_limit)
     return gate_up[: x.shape[0]], None if out is None else out[: x.shape[0]]
 
 
@@ -562,22 +516,18 @@ def forward(
     swiglu_limit: float | None,
     save_for_backward: bool,
 ) -> tuple[Tensor, MoKForwardContext]:
-    arrived = _dispatch(workspace, schedule, x)
-    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
-    gate_up, rows = _forward_routed(arrived, schedule, mlp, swiglu_limit, save_for_backward)
-    assert rows is not None
+    gate_up, out = _forward_routed(workspace, schedule, x, weights, swiglu_limit)
+    assert out is not None
     shared_gate_up, shared = _forward_shared(x, weights, swiglu_limit)
-    returned = _return(workspace, schedule, rows)
-    output = _combine(returned, schedule.route_return, router_weights, shared, x)
-    return output, MoKForwardContext(gate_up, shared_gate_up if save_for_backward else shared_gate_up[:0])
+    output = _combine(_return(workspace, schedule, out), schedule.route_return, router_weights, shared, x)
+    context = (gate_up, shared_gate_up) if save_for_backward else (x.new_empty(0), x.new_empty(0))
+    return output, MoKForwardContext(*context)
 
 
 def recompute_forward_context(
     workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
 ) -> MoKForwardContext:
-    arrived = _dispatch(workspace, schedule, x)
-    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
-    gate_up, _ = _forward_routed(arrived, schedule, mlp, swiglu_limit, True)
+    gate_up, _ = _forward_routed(workspace, schedule, x, weights, swiglu_limit)
     return MoKForwardContext(gate_up, _forward_shared(x, weights, swiglu_limit)[0])
 
 
@@ -600,12 +550,12 @@ def backward(
     routed_grads, into = _gradients(routed, main_grads[3:], needs_grad[2:5])
     d_x = d_router_weights = None
     if any(needs_grad[:5]):
-        d_rows, d_row_weights = _backward_routed(
-            _dispatch(workspace, schedule, x) if any(needs_grad[2:4]) else x,
-            _dispatch(workspace, schedule, grad_output),
+        d_rows, d_row_weights = _backward_mlp(
+            _arrive(workspace, schedule, x) if into.gate_up else x,
+            _arrive(workspace, schedule, grad_output),
             context.gate_up,
-            _dispatch_weights(workspace, schedule, router_weights),
-            schedule,
+            _arrive_weights(workspace, schedule, router_weights),
+            _groups(schedule, mlp),
             mlp,
             swiglu_limit,
             into,
@@ -613,7 +563,7 @@ def backward(
         )
         if d_rows is not None:
             d_x = _combine(_return(workspace, schedule, d_rows), schedule.route_return, None, d_shared, x)
-        if needs_grad.router_weights:
+        if needs_grad.router_weights and d_row_weights is not None:
             d_router_weights = _route_values(_return(workspace, schedule, d_row_weights), schedule.route_return)
     return MoKGradients(d_x, d_router_weights, *routed_grads, *shared_grads)
 
@@ -636,12 +586,13 @@ def _backward_shared(
     needs_grad: NeedsGrad,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The shared expert's part of d_x `[T, H]` and its three weight gradients."""
-    shared = [weight for weight in weights[:3] if isinstance(weight, Tensor)]
-    if not shared or not (needs_grad.x or any(needs_grad[5:])):
+    shared = _shared_mlp(weights)
+    if shared is None or not (needs_grad.x or any(needs_grad[5:])):
         return None, [None] * 3
-    grads, into = _gradients(shared, main_grads, needs_grad[5:])
-    rows = _padded(x)
-    d_rows = torch.empty_like(rows) if needs_grad.x else None
-    mlp = _weights(*shared)
-    _backward_mlp(rows, _padded(grad_output), _padded(gate_up), None, mlp, swiglu_limit, into, d_rows)
-    return None if d_rows is None else d_rows[: x.shape[0]], grads
+    mlp, tensors = shared
+    grads, into = _gradients(tensors, [grad if grad is None else grad[None] for grad in main_grads], needs_grad[5:])
+    rows, d_out = _padded(x), _padded(grad_output)
+    groups = _Groups(None, [0, rows.shape[0]])
+    d_rows, _ = _backward_mlp(rows, d_out, _padded(gate_up), None, groups, mlp, swiglu_limit, into, needs_grad.x)
+    d_x = None if d_rows is None else d_rows[: x.shape[0]]
+    return d_x, [grad if grad is None else grad[0] for grad in grads]
