@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import re
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -84,18 +82,20 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
     from mok.testing import VirtualGroup
 
     data_ptr = Tensor.data_ptr
+    known: set[int] = set()
 
     def known_pointer(tensor: Tensor) -> int:
         pointer = data_ptr(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}".encode()
-            sim.lib.sim_add_memory(storage.data_ptr(), storage.nbytes(), name, False, True)
+            sim.add_memory(tensor, f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+            known.add(storage.data_ptr())
         return pointer
 
     def empty(workspace: object, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         tensor = torch.full(shape, float("nan") if dtype.is_floating_point else -(2**31) + 77, dtype=dtype)
         if tensor.numel():
+            known.add(tensor.untyped_storage().data_ptr())
             sim.add_memory(tensor, f"uninitialised {str(dtype).removeprefix('torch.')} {list(shape)}", initialized=False)
         return tensor
 
@@ -127,3 +127,5 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
         mock.patch.object(VirtualGroup, "run", run_ranks),
     ):
         yield
+    for base in known:
+        sim.lib.sim_remove_memory(base)

@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,13 +150,13 @@ class Simulator:
             raise SimulatorError(reports)
 
     def add_memory(self, tensor: Tensor, name: str, *, read_only: bool = False, initialized: bool = True) -> None:
-        """Make a tensor's memory known to the machine under this name."""
-        size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-        if size:
-            self.lib.sim_add_memory(tensor.data_ptr(), size, name.encode(), read_only, initialized)
+        """Make the storage of a tensor known to the machine under this name."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self.lib.sim_add_memory(storage.data_ptr(), storage.nbytes(), name.encode(), read_only, initialized)
 
     def remove_memory(self, tensor: Tensor) -> None:
-        self.lib.sim_remove_memory(tensor.data_ptr())
+        self.lib.sim_remove_memory(tensor.untyped_storage().data_ptr())
 
     def set_rank(self, rank: int) -> None:
         """The virtual device of this host thread."""
@@ -168,8 +168,22 @@ class Simulator:
         self.lib.sim_statistics(ctypes.byref(count), ctypes.byref(seconds))
         return count.value, seconds.value
 
-    def stall_table(self) -> str:
-        return self.lib.sim_stall_table().decode()
+    @contextmanager
+    def edited_ptx(self, edit: Callable[[str], str]) -> Iterator[None]:
+        """Within, host code that is linked against the simulator runs `edit(PTX)` instead of the PTX it brought."""
+        original = self.lib.sim_embedded_ptx().decode()
+        edited = edit(original)
+        if edited == original:
+            raise ValueError("the edit changed nothing")
+        self._replace_ptx(edited)
+        try:
+            yield
+        finally:
+            self._replace_ptx(original)
+
+    def _replace_ptx(self, text: str) -> None:
+        if not self.lib.sim_replace_ptx(text.encode()):
+            raise ValueError(self.lib.sim_error().decode())
 
     def tensor_map(self, tensor: Tensor, box: Sequence[int], *, swizzle: int = 0) -> TensorMap:
         """What cuTensorMapEncodeTiled makes of `tensor` (any strides, the last 1) and `box` (innermost first)."""
@@ -254,18 +268,25 @@ def _triple(shape: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 _loaded: list[ctypes.CDLL] = []
+_failures: list[Exception] = []
 _loading = threading.Lock()
 
 
 def _library() -> ctypes.CDLL:
     with _loading:
+        if _failures:
+            raise _failures[0]
         if not _loaded:
-            lib = ctypes.CDLL(str(build_library()), mode=ctypes.RTLD_GLOBAL)
-            for name in ("sim_error", "sim_kernels", "sim_take_reports", "sim_stall_table", "sim_instruction_table"):
+            try:
+                lib = ctypes.CDLL(str(build_library()), mode=ctypes.RTLD_GLOBAL)
+            except Exception as failure:  # every test needs the library: do not compile it again for each
+                _failures.append(failure)
+                raise
+            for name in ("sim_error", "sim_kernels", "sim_take_reports", "sim_instruction_table", "sim_embedded_ptx"):
                 getattr(lib, name).restype = ctypes.c_char_p
             for name in ("sim_load_ptx", "sim_tensor_map_encoder"):
                 getattr(lib, name).restype = ctypes.c_void_p
-            for name in ("sim_decode", "sim_launch", "sim_configure"):
+            for name in ("sim_decode", "sim_launch", "sim_configure", "sim_replace_ptx"):
                 getattr(lib, name).restype = ctypes.c_bool
             lib.sim_kernels.argtypes = [ctypes.c_void_p]
             lib.sim_decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p]

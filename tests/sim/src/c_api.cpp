@@ -120,14 +120,6 @@ const char* sim_take_reports() {
     return result_text.c_str();
 }
 
-// What every warp did when nothing moved for the first time since the last progress.
-const char* sim_stall_table() {
-    Machine& m = Machine::get();
-    std::lock_guard lock(m.mutex);
-    result_text = m.stall_table;
-    return result_text.c_str();
-}
-
 void sim_statistics(double* thread_instructions, double* seconds) {
     Machine& m = Machine::get();
     std::lock_guard lock(m.mutex);
@@ -138,6 +130,14 @@ void sim_statistics(double* thread_instructions, double* seconds) {
 const char* sim_instruction_table() {
     result_text = instruction_table_text();
     return result_text.c_str();
+}
+
+const char* sim_embedded_ptx() {
+    result_text = embedded_ptx();
+    return result_text.c_str();
+}
+bool sim_replace_ptx(const char* text) {
+    return guarded([&] { replace_ptx(text); });
 }
 
 void* sim_tensor_map_encoder() {

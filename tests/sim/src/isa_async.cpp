@@ -96,7 +96,7 @@ Status cp_async(Warp& w, const Op& op, uint32_t mask) {
         m.progress();
     };
     w.cp_ops.push_back(std::move(pending));
-    m.add_async(cta->launch, [warp = &w, sequence = w.cp_sequence] {
+    m.add_async(*cta, [warp = &w, sequence = w.cp_sequence] {
         for (auto& p : warp->cp_ops)
             if (p.sequence == sequence) run_cp(p);
     });
@@ -160,7 +160,7 @@ Status cp_mbarrier_arrive(Warp& w, const Op& op, uint32_t mask) {
         arrivals.push_back({owner, b.offset});
     }
     ++w.cta->async_in_flight;
-    m.add_async(w.cta->launch, [&m, warp = &w, sequence, arrivals, id = op.id] {
+    m.add_async(*w.cta, [&m, warp = &w, sequence, arrivals, id = op.id] {
         finish_cp(*warp, sequence);
         std::erase_if(warp->cp_ops, [&](CpAsyncOp& p) { return p.sequence <= sequence; });
         --warp->cta->async_in_flight;
@@ -208,8 +208,15 @@ void copy_to_shared(Machine& m, const TileCopy& c, Cta& cta, uint32_t offset, co
     std::vector<uint8_t> tile(c.tile_bytes);
     for (uint32_t i = 0; i + 4 <= c.tile_bytes; i += 4) memcpy(&tile[i], &c.fill_word, 4);
     for (auto& s : c.segments) {
-        if (s.global.region) check_access(m, *s.global.region, s.global.offset, s.bytes, kRead | kAsync, actor);
         memcpy(&tile[s.tile_offset], s.global.host, s.bytes);
+        if (!s.global.region) continue;
+        check_access(m, *s.global.region, s.global.offset, s.bytes, kRead | kAsync | kAnyContent, actor);
+        for (uint32_t i = 0; i < s.bytes;) {  // in pieces that the swizzle leaves together
+            const uint32_t at = s.tile_offset + i, piece = std::min(16 - at % 16, s.bytes - i);
+            copy_initialized(*s.global.region, s.global.offset + i, cta.shared_region,
+                             swizzle_address(offset + at, c.swizzle), piece);
+            i += piece;
+        }
     }
     for (uint32_t i = 0; i < c.tile_bytes; i += 16)
         memcpy(&cta.shared[swizzle_address(offset + i, c.swizzle)], &tile[i], std::min(16u, c.tile_bytes - i));
@@ -311,7 +318,7 @@ void issue_load(Warp& w, const Op& op, TileCopy copy, uint32_t destination, uint
     if (owner != to.cta) m.fatal("barrier", "the mbarrier is not in the CTA that receives the copy", &w, &op);
     check_mbarrier_fence(m, w, op, b);
     ++owner->async_in_flight;
-    m.add_async(w.cta->launch, [&m, copy = std::move(copy), order, owner, offset = static_cast<uint32_t>(to.offset),
+    m.add_async(*owner, [&m, copy = std::move(copy), order, owner, offset = static_cast<uint32_t>(to.offset),
                                 barrier = b.offset, id = op.id] {
         --owner->async_in_flight;
         auto found = owner->mbarriers.find(barrier);
@@ -635,7 +642,7 @@ Status store_async(Warp& w, const Op& op, uint32_t mask) {
         Mbarrier& b = find_mbarrier(w, op, static_cast<uint32_t>(get_address(w, op, 1).lane(w, lane)), &owner);
         if (owner != to.cta) m.fatal("barrier", "the mbarrier is not in the CTA that receives the store", &w, &op);
         ++owner->async_in_flight;
-        m.add_async(w.cta->launch, [&m, owner, to, value, order, barrier = b.offset, id = op.id] {
+        m.add_async(*owner, [&m, owner, to, value, order, barrier = b.offset, id = op.id] {
             --owner->async_in_flight;
             Mbarrier& mb = owner->mbarriers.at(barrier);
             check_access(m, *to.region, to.offset, value.size(), kWrite,

@@ -32,6 +32,7 @@ void mbarrier_update(Machine& m, Cta& cta, Mbarrier& b, uint32_t count, int64_t 
     m.progress();
     b.pending -= count;
     b.tx += tx_change;
+    if (tx_change < 0) b.copied = b.phase + 1;
     if (std::abs(b.tx) >= 1 << 20)
         m.fatal("barrier",
                 format("mbarrier shared+%u of CTA %u: transaction count %ld out of range\n  at %s", b.offset, cta.index,
@@ -319,6 +320,7 @@ Status mbarrier_wait(Warp& w, const Op& op, uint32_t mask) {
             continue;
         }
         ready |= 1u << lane;
+        b.observed = b.phase;
         if (op.x & 1)
             w.order.join(b.complete);
         else

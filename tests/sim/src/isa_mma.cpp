@@ -93,7 +93,7 @@ struct MmaShape {  // Op::x
 // Calls set(line, k, value) for every element of a matrix of `lines` lines and 16 columns along k.
 template <class F>
 void read_matrix(Machine& m, Cta& cta, const Op& op, uint64_t bits, int lines, bool is_transposed, Input type,
-                 float scale, const Actor& actor, F set) {
+                 float scale, const Actor& actor, uint8_t access, F set) {
     const Descriptor d(bits);
     const int chunks = is_transposed ? lines / 8 : 2, rows = is_transposed ? kDepth : lines;
     for (int row = 0; row < rows; ++row)
@@ -104,7 +104,7 @@ void read_matrix(Machine& m, Cta& cta, const Op& op, uint64_t bits, int lines, b
                         format("wgmma reads shared+%u, outside of [%u, %zu)\n  at %s", offset, kSharedReserved,
                                cta.shared.size(), m.source(op.id).c_str()),
                         nullptr, nullptr);
-            check_access(m, cta.shared_region, offset, 16, kRead | kAsync, actor);
+            check_access(m, cta.shared_region, offset, 16, access, actor);
             uint16_t values[8];
             memcpy(values, &cta.shared[offset], 16);
             for (int i = 0; i < 8; ++i) {
@@ -128,7 +128,7 @@ void execute_front(Machine& m, Cta& cta, Warpgroup& group, int group_index) {
     const float scale_a = shape.negate_a ? -1 : 1, scale_b = shape.negate_b ? -1 : 1;
     static thread_local std::vector<ColumnOperand> columns;
     columns.resize(shape.n / 8);
-    read_matrix(m, cta, op, mma.b_descriptor, shape.n, shape.trans_b, type, scale_b, actor,
+    read_matrix(m, cta, op, mma.b_descriptor, shape.n, shape.trans_b, type, scale_b, actor, kRead | kAsync,
                 [&](int n, int k, float v) { columns[n / 8].set(k, n % 8, v); });
     static thread_local std::vector<RowOperand> rows(4);
     if (shape.has_a_registers) {
@@ -138,7 +138,8 @@ void execute_front(Machine& m, Cta& cta, Warpgroup& group, int group_index) {
             set_rows_from_registers(rows[w], registers, type, scale_a);
         }
     } else {
-        read_matrix(m, cta, op, mma.a_descriptor, 64, shape.trans_a, type, scale_a, actor,
+        // Rows that nobody filled give rows that nobody may use: they show as NaN if somebody does.
+        read_matrix(m, cta, op, mma.a_descriptor, 64, shape.trans_a, type, scale_a, actor, kRead | kAsync | kAnyContent,
                     [&](int row, int k, float v) { rows[row / 16].set(row % 16, k, v); });
     }
     for (int w = 0; w < 4; ++w) {
@@ -206,7 +207,7 @@ Status mma_async(Warp& w, const Op& op, uint32_t mask) {
     }
     for (uint32_t i = 0; i < num_d; ++i) w.register_mma[refs[i] / 128] = number + 1;
     if (mma.issued == kAllWarps) {
-        m.add_async(cta.launch, [&m, &cta, &group, group_index] {
+        m.add_async(cta, [&m, &cta, &group, group_index] {
             if (is_front_ready(group)) execute_front(m, cta, group, group_index);
         });
         m.wake(group.waiters);

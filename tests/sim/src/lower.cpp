@@ -258,11 +258,14 @@ void FunctionLowering::decode(const Instruction& in, Uses& uses) {
 }
 
 std::string FunctionLowering::describe(const Instruction& in) const {
-    auto file = module_.module.files.find(in.file);
-    std::string name = file == module_.module.files.end() ? "PTX" : file->second;
-    name = name.substr(name.rfind('/') + 1);
-    const int line = file == module_.module.files.end() ? in.ptx_line : in.line;
-    return name + ":" + std::to_string(line) + " " + in.opcode;
+    auto place = [&](int file, int line) {
+        auto found = module_.module.files.find(file);
+        if (found == module_.module.files.end()) return std::string();
+        return found->second.substr(found->second.rfind('/') + 1) + ":" + std::to_string(line);
+    };
+    const std::string inner = place(in.file, in.line), outer = place(in.caller_file, in.caller_line);
+    if (inner.empty()) return "PTX line " + std::to_string(in.ptx_line) + ": " + in.opcode;
+    return inner + (outer.empty() ? "" : " (in " + outer + ")") + ": " + in.opcode;
 }
 
 // Live intervals from a backward data-flow analysis over the function's basic blocks, then linear-scan slots.

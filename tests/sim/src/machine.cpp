@@ -14,6 +14,7 @@ namespace moksim {
 constexpr int kErrorLaunchFailure = 719;  // cudaErrorLaunchFailure
 constexpr uint64_t kStallSteps = 200'000;
 constexpr uint64_t kFirstJumpNs = 1'000'000;
+constexpr uint64_t kDeadlockNs = 1'000'000'000;  // virtual time without progress that is reported
 constexpr int kFreeTries = 600;  // more than the kernels make between two looks at the clock
 
 std::string format(const char* pattern, ...) {
@@ -176,10 +177,10 @@ std::string Machine::table() {
                     std::vector<Group> groups = w->others;
                     if (w->mask) groups.push_back({w->pc, w->mask, Group::kReady, 0, 0, {}});
                     for (auto& g : groups) {
-                        static const char* states[] = {"running", "waits", "waits to converge", "waits in __syncwarp"};
+                        static const char* states[] = {"runs", "waits", "waits to converge", "waits in __syncwarp"};
                         const std::string what = g.state == Group::kBlocked ? describe_wait(*w) : "";
                         text += format("  %-28s lanes %08x %-18s %s | %s\n", name_of(*w).c_str(), g.mask,
-                                       states[g.state], what.c_str(), source(l->program->ops[g.pc].id).c_str());
+                                       w->wake_step && g.state == Group::kReady ? "polls" : states[g.state], what.c_str(), source(l->program->ops[g.pc].id).c_str());
                     }
                 }
     return text;
@@ -348,7 +349,7 @@ static void start_cta(Machine& m, Cluster& cluster, uint32_t rank, const uint32_
 }
 
 void Machine::start_cluster(Launch& l) {
-    auto cluster = std::make_unique<Cluster>();
+    auto cluster = std::make_shared<Cluster>();
     cluster->launch = &l;
     const uint32_t nx = l.grid[0] / l.cluster[0], ny = l.grid[1] / l.cluster[1];
     const uint32_t n = l.next_cluster++;
@@ -392,6 +393,10 @@ void Machine::end_cta(Cta& cta) {
                    format("%d asynchronous copies into or out of shared memory in flight at exit of CTA %u",
                           cta.async_in_flight, cta.index),
                    1);
+        for (auto& [offset, b] : cta.mbarriers)
+            if (b.copied > b.observed)
+                report("leak", format("copies that complete on mbarrier shared+%u of CTA %u were not waited for at its exit",
+                                      offset, cta.index), 3);
         for (auto& group : cta.warpgroups)
             if (!group.pending.empty()) report("leak", format("wgmma in flight at exit of CTA %u", cta.index), 2);
     }
@@ -418,11 +423,14 @@ void Machine::retire(Launch& l) {
 }
 
 void Machine::finish(Launch& l) {
-    for (size_t i = 0; i < tasks.size() && !l.error; ++i)  // copies out of shared memory that nobody waited for
-        if (tasks[i].launch == &l) tasks[i].run(), tasks[i].launch = nullptr;
-    std::erase_if(tasks, [](AsyncTask& t) { return !t.launch; });
+    for (size_t i = 0; i < tasks.size() && !l.error; ++i) {  // copies out of shared memory that nobody waited for
+        if (tasks[i].launch != &l || tasks[i].needs_cluster) continue;
+        tasks[i].launch = nullptr;
+        const auto run_it = std::move(tasks[i].run);
+        run_it();  // may add to the tasks
+    }
     l.is_done = true;
-    std::erase_if(tasks, [&](AsyncTask& t) { return t.launch == &l; });
+    std::erase_if(tasks, [&](AsyncTask& t) { return t.launch == &l || !t.launch; });
     auto is_mine = [&](Warp* w) { return w->cta->launch == &l; };
     std::erase_if(ready, is_mine);
     std::erase_if(asleep, is_mine);
@@ -535,7 +543,7 @@ static void merge_groups(Warp& w) {
 }
 
 // Lanes at the lowest pc run first, so that they meet the others where their paths join; a group that loops while
-// others wait lets a random other go (forward progress of diverged threads, PTX ISA 3.2).
+// others wait lets a random other go for a while (forward progress of diverged threads, PTX ISA 3.2).
 static bool choose_group(Warp& w) {
     merge_groups(w);
     std::vector<size_t> candidates;
@@ -549,6 +557,7 @@ static bool choose_group(Warp& w) {
     if (w.backward_branches > 32) {
         best = candidates[w.random() % candidates.size()];
         w.backward_branches = 0;
+        w.hold = 128;
     }
     Group g = std::move(w.others[best]);
     w.others.erase(w.others.begin() + static_cast<long>(best));
@@ -588,7 +597,9 @@ void Machine::run(Warp& w, int steps) {
         return;
     }
     while (steps-- > 0) {
-        if (w.pc >= w.other_pc || (w.other_pc != ~0u && w.backward_branches > 32)) {
+        if (w.hold > 0) {
+            --w.hold;
+        } else if (w.pc >= w.other_pc || (w.backward_branches > 32 && !w.others.empty())) {
             park(w, Group::kReady);
             choose_group(w);
         }
@@ -640,11 +651,16 @@ void Machine::run(Warp& w, int steps) {
     }
 }
 
+void Machine::add_async(Cta& cta, std::function<void()> run) {
+    tasks.push_back({cta.launch, cta.cluster->weak_from_this(), true, std::move(run)});
+}
+
 void Machine::run_task() {
     const size_t i = random() % tasks.size();
     AsyncTask task = std::move(tasks[i]);
     tasks[i] = std::move(tasks.back());
     tasks.pop_back();
+    if (task.needs_cluster && task.cluster.expired()) return;
     running = task.launch;
     progress();
     try {
@@ -697,13 +713,12 @@ void Machine::stall(std::unique_lock<std::mutex>& lock) {
         start_launches();
         if (num_launches != before) return progress();
     }
-    if (stall_ns == 0) stall_table = table();
     const uint64_t jump = std::max(kFirstJumpNs, stall_ns);
     skipped_ns += jump;
     stall_ns += jump;
     last_progress = step;
+    if (stall_ns > kDeadlockNs) report("deadlock", "nothing moves:\n" + table(), 0);
     if (stall_ns > config.deadlock_ns) {
-        report("deadlock", "no warp can go on:\n" + table(), 0);
         const auto all = launches;
         for (auto& l : all)
             if (l->is_started) abort(*l);

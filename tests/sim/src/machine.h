@@ -134,6 +134,7 @@ struct Warp {
     uint32_t barrier_mask = 0;
     bool is_blocked = false;
     uint32_t backward_branches = 0;
+    uint32_t hold = 0;  // instructions that the group may still run before another one's turn
 
     bool is_done = false, is_queued = false;
     int free_tries = 0;  // so many try_waits give up at once, because nothing else moves
@@ -182,6 +183,7 @@ struct Mbarrier {  // PTX ISA 9.7.13.15
     uint32_t expected = 0, pending = 0;
     int64_t tx = 0;
     uint32_t phase = 0;  // completed phases
+    uint32_t copied = 0, observed = 0;  // phases up to the last copy's, and up to the last successful wait's
     bool is_fenced = false;
     Entity entity = 0;  // the copies that complete on it
     uint32_t init_clock = 0, clock_base = 0;
@@ -242,7 +244,7 @@ struct Cta {
     bool has_exited = false;
 };
 
-struct Cluster {
+struct Cluster : std::enable_shared_from_this<Cluster> {
     Launch* launch = nullptr;
     std::vector<std::unique_ptr<Cta>> ctas;
     uint32_t arrived = 0, expected = 0;
@@ -262,7 +264,7 @@ struct Launch {
     uint64_t queue = 0;  // launches of one queue run in order
     uint64_t number = 0;
     uint32_t next_cluster = 0, num_clusters = 0;
-    std::vector<std::unique_ptr<Cluster>> clusters;  // resident
+    std::vector<std::shared_ptr<Cluster>> clusters;  // resident
     Order initial;
     bool is_started = false, is_done = false;
     int error = 0;  // cudaError_t
@@ -278,6 +280,8 @@ struct Launch {
 // An asynchronous operation that may happen from now on.
 struct AsyncTask {
     Launch* launch = nullptr;
+    std::weak_ptr<Cluster> cluster;  // that it needs; if it has ended, the work was done before
+    bool needs_cluster = false;
     std::function<void()> run;
 };
 
@@ -300,7 +304,7 @@ struct Config {
     int num_sms = 4;
     int max_ctas_per_sm = 1;
     double async_rate = -1;  // chance that a scheduling step completes one asynchronous operation; < 0: by seed
-    uint64_t deadlock_ns = 1ull << 40;  // virtual time without progress that counts as a deadlock
+    uint64_t deadlock_ns = 1ull << 40;  // virtual time without progress after which a launch is ended
     int num_ranks = 1;                  // launches of so many ranks are awaited before virtual time jumps
     uint64_t grace_ms = 5000;           // but for at most this real time
     bool is_blocking = true;            // a launch returns when the kernel has ended
@@ -351,7 +355,8 @@ struct Machine {
     void sleep(Warp& warp, uint64_t steps);
     void wake(std::vector<Warp*>& waiters);
     void wake(Warp* warp);
-    void add_async(Launch* launch, std::function<void()> run) { tasks.push_back({launch, std::move(run)}); }
+    void add_async(Launch* launch, std::function<void()> run) { tasks.push_back({launch, {}, false, std::move(run)}); }
+    void add_async(Cta& cta, std::function<void()> run);
     Entity new_entity(const std::string& name);
     std::string source(uint32_t op) const;
     std::string table();  // what every warp is doing
@@ -369,7 +374,6 @@ struct Machine {
     Order retired;                       // everything that launches which have ended did
     std::vector<Report> reports;
     std::unordered_map<uint64_t, int> report_keys;
-    std::string stall_table;
     std::deque<std::shared_ptr<Launch>> launches;  // not yet done
     int pending_error = 0;
     uint64_t num_launches = 0;

@@ -73,7 +73,8 @@ static void report_conflict(Machine& m, const char* kind, const char* why, Regio
                describe_kind(access).c_str(), region.name.c_str(), static_cast<unsigned long>(offset),
                m.source(actor.op).c_str(), m.entity_names[actor.entity].c_str(), describe_kind(old.kind).c_str(),
                m.source(old.op).c_str(), m.entity_names[old.entity].c_str());
-    m.report(kind, text, uint64_t{actor.op} << 32 | old.op);
+    const std::hash<std::string> hash;  // once for each pair of source lines
+    m.report(kind, text, hash(m.source(actor.op)) * 31 + hash(m.source(old.op)));
 }
 
 // True if the old entry says nothing that the new access does not say as well, for whoever comes next.
@@ -126,6 +127,7 @@ static void check_cell(Machine& m, Region& region, uint64_t offset, ShadowCell& 
 }
 
 void check_access(Machine& m, Region& region, uint64_t offset, uint64_t bytes, uint8_t kind, const Actor& actor) {
+    const uint8_t remembered = kind & ~kAnyContent;
     const bool tracks_races = m.config.checks & (kCheckRace | kCheckProxy | kCheckReadOnly);
     const bool tracks_init = (m.config.checks & kCheckInit) && !region.is_initialized;
     if (!tracks_races && !tracks_init) return;
@@ -136,14 +138,27 @@ void check_access(Machine& m, Region& region, uint64_t offset, uint64_t bytes, u
         ShadowCell& cell = region.cell(at);
         if (kind & kWrite) {
             cell.initialized |= part;
-        } else if (tracks_init && (part & ~cell.initialized)) {
+        } else if (tracks_init && !(kind & kAnyContent) && (part & ~cell.initialized)) {
             m.report("init",
                      format("read of uninitialised memory: %s+%lu\n  at %s\n  by %s", region.name.c_str(),
                             static_cast<unsigned long>(at), m.source(actor.op).c_str(),
                             m.entity_names[actor.entity].c_str()),
                      actor.op);
         }
-        if (tracks_races) check_cell(m, region, at, cell, part, kind, actor);
+        if (tracks_races) check_cell(m, region, at, cell, part, remembered, actor);
+    }
+}
+
+void copy_initialized(Region& from, uint64_t from_offset, Region& to, uint64_t to_offset, uint64_t bytes) {
+    if (from.is_initialized || to.is_initialized) return;
+    for (uint64_t i = 0; i < bytes; ++i) {
+        const uint64_t at = from_offset + i;
+        const uint16_t written = from.cell(at).initialized;
+        if (written == 0xffff && at % kGranule == 0 && i + kGranule <= bytes) {
+            i += kGranule - 1;
+        } else if (!(written >> at % kGranule & 1)) {
+            to.cell(to_offset + i).initialized &= static_cast<uint16_t>(~(1u << (to_offset + i) % kGranule));
+        }
     }
 }
 

@@ -29,7 +29,8 @@ enum AccessKind : uint8_t {
     kWrite = 1,
     kStrong = 2,
     kAsync = 4,    // through the async proxy
-    kReadOnly = 8  // ld.global.nc: nobody may write this while the kernel runs
+    kReadOnly = 8,        // ld.global.nc: nobody may write this while the kernel runs
+    kAnyContent = 16      // may read what nobody has written: copies pass that on, see copy_initialized
 };
 
 // Who accesses, from which instruction, and what had been seen when the access was ordered.
@@ -100,5 +101,8 @@ struct Machine;
 
 // Records the access in the shadow and reports conflicts with what is there. The range must lie in the region.
 void check_access(Machine& machine, Region& region, uint64_t offset, uint64_t bytes, uint8_t kind, const Actor& actor);
+
+// After a copy: the bytes of `to` that came from bytes nobody has written count as unwritten again.
+void copy_initialized(Region& from, uint64_t from_offset, Region& to, uint64_t to_offset, uint64_t bytes);
 
 }  // namespace moksim

@@ -34,7 +34,8 @@ struct Instruction {
     std::string opcode;  // with its modifiers, such as "ld.global.v4.b32"
     std::vector<Operand> operands;
     int ptx_line = 0;
-    int file = 0, line = 0;  // from .loc; 0 if there is none
+    int file = 0, line = 0;                // from .loc; 0 if there is none
+    int caller_file = 0, caller_line = 0;  // where the function of that line was inlined
 };
 
 // A variable in any state space; offset is given when the function or module is laid out.

@@ -377,11 +377,13 @@ class Parser {
 
     void location() {  // ".loc file line column [, function_name label, inlined_at file line column]"
         file_ = static_cast<int>(number()), line_ = static_cast<int>(number());
+        caller_file_ = caller_line_ = 0;
         number();
         while (accept(",")) {
             const std::string kind = word();
             if (kind == "inlined_at") {
-                number(), number(), number();
+                caller_file_ = static_cast<int>(number()), caller_line_ = static_cast<int>(number());
+                number();
             } else {
                 word();
                 if (accept("+")) number();
@@ -407,7 +409,7 @@ class Parser {
     void instruction() {
         Instruction in;
         in.ptx_line = peek().line;
-        in.file = file_, in.line = line_;
+        in.file = file_, in.line = line_, in.caller_file = caller_file_, in.caller_line = caller_line_;
         if (accept("@")) {
             in.guard_negated = accept("!");
             in.guard = resolve(word());
@@ -501,7 +503,7 @@ class Parser {
     Function* function_ = nullptr;
     std::vector<Scope> scopes_;
     int next_scope_name_ = 0;
-    int file_ = 0, line_ = 0;
+    int file_ = 0, line_ = 0, caller_file_ = 0, caller_line_ = 0;
 };
 
 }  // namespace

@@ -97,9 +97,11 @@ std::vector<std::string> find_ptx(const uint8_t* fat) {
     return found;
 }
 
+std::mutex binaries_mutex;
+std::vector<FatBinary*> binaries;
+
 LoadedModule* module_of(const HostFunction& f) {
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(binaries_mutex);
     FatBinary& b = *f.binary;
     if (b.modules.empty())
         for (auto& text : b.ptx) b.modules.push_back(Machine::get().load(text));
@@ -203,6 +205,24 @@ CUresult encode_tiled(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t 
 
 }  // namespace
 
+std::string embedded_ptx() {
+    std::lock_guard lock(binaries_mutex);
+    std::string text;
+    for (auto* b : binaries)
+        for (auto& ptx : b->ptx) text += ptx;
+    return text;
+}
+
+void replace_ptx(const std::string& text) {
+    std::lock_guard lock(binaries_mutex);
+    std::vector<FatBinary*> with_ptx;
+    for (auto* b : binaries)
+        if (!b->ptx.empty()) with_ptx.push_back(b);
+    if (with_ptx.size() != 1) throw PtxError("expected one binary with PTX, got " + std::to_string(with_ptx.size()));
+    with_ptx[0]->ptx = {text};
+    with_ptx[0]->modules.clear();
+}
+
 void* tensor_map_encoder() {
     return reinterpret_cast<void*>(&encode_tiled);
 }
@@ -220,6 +240,8 @@ void** __cudaRegisterFatBinary(void* wrapper) {
         void* more;
     };
     auto* binary = new FatBinary{find_ptx(static_cast<Wrapper*>(wrapper)->data), {}};
+    std::lock_guard lock(binaries_mutex);
+    binaries.push_back(binary);
     return reinterpret_cast<void**>(binary);
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
