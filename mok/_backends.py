@@ -2,7 +2,9 @@
 
 A backend is a module with these functions; `mok.torch_backend` is the model. Arguments are checked before they come.
 
+    REPORTS_BAD_EXPERT_IDS: whether build_schedule takes any id, and reports a bad one by itself
     make_buffers(workspace) -> whatever it keeps in `workspace.buffers`; collective
+    check(workspace): wait for the device and raise what it has reported
     build_schedule(workspace, top_experts, num_local_experts) -> MoKSchedule
     forward(workspace, schedule, x, router_weights, weights, swiglu_limit, save_for_backward) -> (output, context)
     recompute_forward_context(workspace, schedule, x, weights, swiglu_limit) -> context

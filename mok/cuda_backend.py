@@ -24,6 +24,9 @@ from mok._types import (
 )
 from mok.comm import ProcessGroupCommunicator
 
+# The schedule kernel does, without the host waiting for it.
+REPORTS_BAD_EXPERT_IDS = True
+
 
 @dataclass
 class CudaSchedule(MoKSchedule):

@@ -53,6 +53,7 @@ __all__ = [
     "NeedsGrad",
     "backward",
     "build_schedule",
+    "check",
     "clear_workspace_cache",
     "create_workspace",
     "forward",
@@ -110,14 +111,22 @@ def clear_workspace_cache() -> None:
     _workspaces.clear()
 
 
+def check(workspace: MoKWorkspace) -> None:
+    """Wait for the workspace's device and raise what its kernels have reported: ValueError for bad input that only the
+    GPU could see, RuntimeError for a wait that ran out of `timeout_s`."""
+    workspace.backend.check(workspace)
+
+
 def build_schedule(
     workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int
 ) -> MoKSchedule:
     """Decide which routed row goes where.
 
     top_experts: int64 or int32 `[T, K]`, T at most the workspace's `num_local_tokens`; -1 drops the route.
-    Raises ValueError if an id is out of range (on a GPU an asynchronous device assert instead, so that nothing waits),
-    if ranks disagree on a size, or if rows exceed what `schedule_capacity_multiplier` allows.
+    Raises ValueError if an id is out of range, if ranks disagree on a size, or if rows exceed what
+    `schedule_capacity_multiplier` allows. On a GPU nothing waits: there the kernels report such an id or such an
+    excess, and the next call on the workspace, or `check(workspace)`, raises; the torch backend makes a device assert
+    of a bad id.
     """
     facts: dict[str, object] = {
         "hidden_size": workspace.hidden_size,
@@ -135,7 +144,8 @@ def build_schedule(
                 f"top_experts: expected at most num_local_tokens = {workspace.num_local_tokens} tokens, "
                 f"got {top_experts.shape[0]}"
             )
-        _check_expert_ids(top_experts, num_local_experts * workspace.communicator.size)
+        if not workspace.backend.REPORTS_BAD_EXPERT_IDS:
+            _check_expert_ids(top_experts, num_local_experts * workspace.communicator.size)
     with _plain(workspace.device):
         return workspace.backend.build_schedule(workspace, top_experts, num_local_experts)
 

@@ -61,7 +61,10 @@ def num_sms(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """What every launch needs. num_sms: SMs to use, 0 = all. counters: int32 `[NUM_COUNTERS]`, zero before the first launch."""
+    """What every launch needs.
+
+    num_sms: SMs to use, 0 = all. counters: int32 `[NUM_COUNTERS]`, zero before the first launch.
+    """
 
     device: torch.device
     num_sms: int
@@ -138,6 +141,7 @@ def schedule(
     p.route_row = tables.route_row.data_ptr()
     p.route_rank = tables.route_rank.data_ptr()
     p.blocks = tables.blocks.data_ptr()
+    p.max_blocks = tables.blocks.shape[0]
     p.num_blocks = tables.num_blocks.data_ptr()
     num_routes = ranks.size * ranks.token_capacity * p.top_k
     grid = _C.plan_schedule_grid(num_routes, num_sms(launch.device))

@@ -196,12 +196,13 @@ def _combine(
     dropped = route_return < 0
     any_dropped = dropped.is_cuda or bool(dropped.any())  # on a GPU, masking costs less than waiting for the answer
     for k in range(route_return.shape[1]):
-        part = returned.index_select(0, route_return[:, k].clamp(min=0)).to(dtype)
-        if weights is not None:
-            part.mul_(weights[:, k, None])
+        part = returned.index_select(0, route_return[:, k].clamp(min=0))
         if any_dropped:
             part.masked_fill_(dropped[:, k, None], 0)
-        total.add_(part)
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part.to(dtype), weights[:, k, None])
     return total.to(like.dtype)
 
 
@@ -219,17 +220,19 @@ def _sigmoid(gate: Tensor) -> Tensor:
 
 
 def _clamped(gate_up: Tensor, swiglu_limit: float | None) -> tuple[Tensor, Tensor]:
-    """`[n, 2I]` -> gate (at most the limit) and up (within +-limit), in the dtype of accumulation."""
-    gate, up = gate_up.to(_accumulate_dtype(gate_up)).chunk(2, dim=-1)
+    """`[n, 2I]` -> gate, in the dtype of accumulation, and up; gate at most the limit, up within +- the limit."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.to(_accumulate_dtype(gate))
     if swiglu_limit is None:
         return gate, up
-    return gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+    return gate.clamp(max=swiglu_limit), up.to(gate.dtype).clamp(-swiglu_limit, swiglu_limit)
 
 
 def _swiglu(gate_up: Tensor, swiglu_limit: float | None) -> Tensor:
     """`a = silu(g) * u`: `[n, 2I]` -> `[n, I]`."""
     gate, up = _clamped(gate_up, swiglu_limit)
-    return _sigmoid(gate).mul_(gate).mul_(up).to(gate_up.dtype)
+    activation = gate_up.new_empty(gate.shape)
+    return torch.mul(_sigmoid(gate).mul_(gate), up, out=activation)
 
 
 def _swiglu_backward(
@@ -238,22 +241,20 @@ def _swiglu_backward(
     """From `p = W_down^T dy` `[n, I]`: `w a` `[n, I]`, `dg` and `du` `[n, 2I]`, `dw = <p, a>` `[n]` (None without w).
 
     da = w p;  du = da silu(g);  dg = da u (sigmoid(g) + silu(g) - silu(g) sigmoid(g)); both zero outside the clamp
-    and, as torch.clamp has it, not on its edge.
+    and, as torch.clamp has it, not on its edge. Every step but the last into each result keeps the dtype of accumulation.
     """
     gate, up = _clamped(gate_up, swiglu_limit)
     sigmoid = _sigmoid(gate)
     silu = sigmoid * gate
-    activation = silu * up
-    d_activation = projected.to(silu.dtype)
-    d_weights = None
+    activation, d_activation, d_weights = silu * up, projected, None
     if row_weights is not None:
-        d_weights = (d_activation * activation).sum(-1)
-        d_activation = d_activation * row_weights[:, None]
+        d_weights = (activation * projected).sum(-1)
+        d_activation = projected * row_weights[:, None]
         activation *= row_weights[:, None]
     d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
     torch.mul(d_activation, silu, out=d_up)
-    slope = (silu * sigmoid).neg_().add_(silu).add_(sigmoid)
+    slope = (sigmoid + silu).addcmul_(silu, sigmoid, value=-1)
     torch.mul(slope.mul_(up), d_activation, out=d_gate)
     if swiglu_limit is not None:
         raw_gate, raw_up = gate_up.chunk(2, dim=-1)

@@ -98,6 +98,7 @@ void bind_schedule(py::module_& m) {
         .pointer("route_row", &ScheduleParams::route_row)
         .pointer("route_rank", &ScheduleParams::route_rank)
         .pointer("blocks", &ScheduleParams::blocks)
+        .value("max_blocks", &ScheduleParams::max_blocks)
         .pointer("num_blocks", &ScheduleParams::num_blocks)
         .pointer("segment_counts", &ScheduleParams::segment_counts)
         .pointer("grid_barrier", &ScheduleParams::grid_barrier)

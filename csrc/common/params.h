@@ -62,6 +62,7 @@ struct ScheduleParams {
     int32_t* route_row;                // [num_tokens, top_k]
     int32_t* route_rank;               // [num_tokens, top_k]
     BlockEntry* blocks;                // [row_capacity / kBlockRows + num_local_experts]
+    int32_t max_blocks;                // room in blocks
     int32_t* num_blocks;               // [1]
     int32_t* segment_counts;           // scratch [grid, num_experts]
     uint32_t* grid_barrier;            // [2] of the launch's own CTAs, zero before the first launch

@@ -146,9 +146,10 @@ class ScheduleSort {
                 if (is_local) write_expert(expert, rows_before - owner_base, count, first_block, num_blocks);
             }
         }
-        if (blockIdx.x == 0 && threadIdx.x == 0) *p_.num_blocks = block_base;
         __syncthreads();
         finish_rows(report);
+        // With too few rows nothing is routed, and the host raises: the kernels must not read beyond the table.
+        if (blockIdx.x == 0 && threadIdx.x == 0) *p_.num_blocks = *num_rows() <= p_.row_capacity ? block_base : 0;
     }
 
     __device__ void scatter() {
@@ -211,7 +212,7 @@ class ScheduleSort {
             p_.expert_offsets[local] = first_row;
             if (is_last) p_.expert_offsets[local + 1] = first_row + count;
         }
-        for (int block = blockIdx.x; block < num_blocks; block += gridDim.x) {
+        for (int block = blockIdx.x; block < min_int(num_blocks, p_.max_blocks - first_block); block += gridDim.x) {
             int const offset = block * kBlockRows;
             p_.blocks[first_block + block] = {local, first_row + offset, min_int(kBlockRows, count - offset), 0};
         }

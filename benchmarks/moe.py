@@ -1,0 +1,193 @@
+"""Time of the MoE layer on one GPU, beside the dense matmuls of the same FLOPs, all in one run.
+
+    python benchmarks/moe.py                      every shape, uniform routing
+    python benchmarks/moe.py --shapes 0,2 --skew 1.0 --decode
+
+Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense: the cuBLAS matmuls
+[T K / 4, H] x [H, 2I] and [T K / 4, I] x [I, H], four times. `mok` includes the schedule; `kernel` is forward alone;
+`training` keeps gate and up for backward; these are replays of a CUDA graph, so that Python costs nothing, and `eager`
+is `mok` without one. `grouped` is what transformers does (sort, `torch._grouped_mm`, index_add), `torch` mok's own
+torch backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mok import functional as F
+from mok.config import MoKConfig
+
+# (T, H, I, E, K)
+SHAPES = (
+    (32768, 2048, 768, 128, 8),
+    (32768, 4096, 1024, 128, 8),
+    (8192, 4096, 14336, 8, 2),
+    (8192, 7168, 2048, 32, 8),
+    (16384, 4096, 1408, 128, 8),
+)
+DECODE_TOKENS = (1, 8, 64)
+
+
+@dataclass
+class Problem:
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def make(tokens: int, hidden_size: int, width: int, num_experts: int, top_k: int, skew: float) -> Problem:
+        """Random data; expert probabilities proportional to rank ** -skew (Zipf), by Gumbel top-k."""
+        torch.manual_seed(0)
+        ranks = torch.arange(1, num_experts + 1, device="cuda").float()
+        gumbel = -torch.rand(tokens, num_experts, device="cuda").log_().neg_().log_()
+        top, ids = (gumbel - skew * ranks.log()).topk(top_k, dim=-1)
+        return Problem(
+            torch.randn(tokens, hidden_size, device="cuda").bfloat16(),
+            (torch.randn(num_experts, 2 * width, hidden_size, device="cuda") * hidden_size**-0.5).bfloat16(),
+            (torch.randn(num_experts, hidden_size, width, device="cuda") * width**-0.5).bfloat16(),
+            ids,
+            top.softmax(-1),
+        )
+
+    @property
+    def flops(self) -> float:
+        _, hidden_size, width = self.down.shape
+        return 6.0 * self.ids.numel() * hidden_size * width
+
+
+def median_ms(fn: Callable[[], object], runs: int = 5, rounds: int = 5) -> float:
+    """Median over rounds of the mean of `runs` calls that follow each other."""
+    fn()
+    fn()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(runs):
+            fn()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / runs)
+    return sorted(times)[rounds // 2]
+
+
+def graphed(fn: Callable[[], object]) -> Callable[[], None]:
+    """`fn` as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
+
+
+def dense(problem: Problem) -> Callable[[], None]:
+    _, hidden_size, width = problem.down.shape
+    rows = max(1, problem.ids.numel() // 4)
+    x = torch.randn(rows, hidden_size, device="cuda").bfloat16()
+    a = torch.randn(rows, width, device="cuda").bfloat16()
+
+    def run() -> None:
+        for _ in range(4):
+            torch.mm(x, problem.gate_up[0].T)
+            torch.mm(a, problem.down[0].T)
+
+    return run
+
+
+def grouped(problem: Problem) -> Callable[[], Tensor]:
+    """The steps of transformers' `grouped_mm` experts."""
+
+    def run() -> Tensor:
+        top_k = problem.ids.shape[1]
+        order = problem.ids.flatten().argsort()
+        tokens = order // top_k
+        counts = torch.histc(problem.ids.float(), problem.down.shape[0], 0, problem.down.shape[0] - 1)
+        offsets = counts.cumsum(0).int()
+        h = torch._grouped_mm(problem.x[tokens], problem.gate_up.mT, offs=offsets)
+        gate, up = h.chunk(2, dim=-1)
+        y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, problem.down.mT, offs=offsets)
+        y = y * problem.weights.flatten()[order, None]
+        return torch.zeros_like(problem.x).index_add_(0, tokens, y.to(problem.x.dtype))
+
+    return run
+
+
+class Mok:
+    def __init__(self, problem: Problem, backend: str) -> None:
+        self.problem = problem
+        self.config = MoKConfig(backend=backend)
+        tokens, hidden_size = problem.x.shape
+        self.workspace = F.create_workspace(
+            self.config,
+            None,
+            device="cuda",
+            num_local_tokens=tokens,
+            hidden_size=hidden_size,
+            topk=problem.ids.shape[1],
+        )
+        self.ready = self.schedule()
+
+    def schedule(self) -> F.MoKSchedule:
+        return F.build_schedule(
+            self.workspace, self.config, self.problem.ids, num_local_experts=self.problem.down.shape[0]
+        )
+
+    def forward(self, schedule: F.MoKSchedule, save: bool) -> Tensor:
+        p = self.problem
+        width = p.down.shape[2]
+        weights = (None, None, None, p.gate_up[:, :width], p.gate_up[:, width:], p.down)
+        call = (self.config, self.workspace, schedule, p.x, p.weights, *weights)
+        return F.forward(*call, save_for_backward=save)[0]
+
+
+def measure(problem: Problem) -> dict[str, float]:
+    """Milliseconds by name."""
+    kernels, anywhere = Mok(problem, "cuda"), Mok(problem, "torch")
+    times = {
+        "dense": median_ms(dense(problem)),
+        "mok": median_ms(graphed(lambda: kernels.forward(kernels.schedule(), False))),
+        "kernel": median_ms(graphed(lambda: kernels.forward(kernels.ready, False))),
+        "training": median_ms(graphed(lambda: kernels.forward(kernels.schedule(), True))),
+        "eager": median_ms(lambda: kernels.forward(kernels.schedule(), False)),
+        "grouped": median_ms(grouped(problem)),
+        "torch": median_ms(lambda: anywhere.forward(anywhere.schedule(), False)),
+    }
+    F.check(kernels.workspace)
+    times["dense"] = (times["dense"] + median_ms(dense(problem))) / 2
+    return times
+
+
+def report(name: str, problem: Problem) -> None:
+    times = measure(problem)
+    cells = [
+        f"{key} {ms:.3f} ms {problem.flops / ms / 1e9:.0f} ({times['dense'] / ms:.3f})" for key, ms in times.items()
+    ]
+    print(f"{name}: " + " | ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="0,1,2,3,4", help="indices into the list of shapes")
+    parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent of the expert probabilities")
+    parser.add_argument("--decode", action="store_true", help="T = 1, 8 and 64 instead")
+    arguments = parser.parse_args()
+    for index in map(int, arguments.shapes.split(",")):
+        tokens, *sizes = SHAPES[index]
+        for count in DECODE_TOKENS if arguments.decode else (tokens,):
+            report(f"{(count, *sizes)}", Problem.make(count, *sizes, arguments.skew))
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
