@@ -3,7 +3,7 @@
     python benchmarks/moe.py                      every shape, uniform routing
     python benchmarks/moe.py --shapes 0,2 --skew 1.0 --decode
 
-Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense: the cuBLAS matmuls
+Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense beside it: the cuBLAS matmuls
 [T K / 4, H] x [H, 2I] and [T K / 4, I] x [I, H], four times. `mok` includes the schedule; `kernel` is forward alone;
 `training` keeps gate and up for backward; these are replays of a CUDA graph, so that Python costs nothing, and `eager`
 is `mok` without one. `grouped` is what transformers does (sort, `torch._grouped_mm`, index_add), `torch` mok's own
@@ -62,20 +62,23 @@ class Problem:
         return 6.0 * self.ids.numel() * hidden_size * width
 
 
-def median_ms(fn: Callable[[], object], runs: int = 5, rounds: int = 5) -> float:
-    """Median over rounds of the mean of `runs` calls that follow each other."""
-    fn()
-    fn()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(runs):
-            fn()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / runs)
-    return sorted(times)[rounds // 2]
+def elapsed_ms(fn: Callable[[], object], runs: int) -> float:
+    """Mean of `runs` calls that follow each other."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(runs):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / runs
+
+
+def paired_ms(fn: Callable[[], object], baseline: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
+    """Medians of `fn` and of `baseline`, which take turns: the clock falls as the GPU warms up, for both alike."""
+    fn(), fn(), baseline()
+    runs = max(4, int(20 / elapsed_ms(fn, 1)))
+    times = [(elapsed_ms(baseline, 4), elapsed_ms(fn, min(runs, 200))) for _ in range(rounds)]
+    return sorted(t for _, t in times)[rounds // 2], sorted(t for t, _ in times)[rounds // 2]
 
 
 def graphed(fn: Callable[[], object]) -> Callable[[], None]:
@@ -151,29 +154,24 @@ class Mok:
         return F.forward(*call, save_for_backward=save)[0]
 
 
-def measure(problem: Problem) -> dict[str, float]:
-    """Milliseconds by name."""
+def systems(problem: Problem) -> dict[str, Callable[[], object]]:
     kernels, anywhere = Mok(problem, "cuda"), Mok(problem, "torch")
-    times = {
-        "dense": median_ms(dense(problem)),
-        "mok": median_ms(graphed(lambda: kernels.forward(kernels.schedule(), False))),
-        "kernel": median_ms(graphed(lambda: kernels.forward(kernels.ready, False))),
-        "training": median_ms(graphed(lambda: kernels.forward(kernels.schedule(), True))),
-        "eager": median_ms(lambda: kernels.forward(kernels.schedule(), False)),
-        "grouped": median_ms(grouped(problem)),
-        "torch": median_ms(lambda: anywhere.forward(anywhere.schedule(), False)),
+    return {
+        "mok": graphed(lambda: kernels.forward(kernels.schedule(), False)),
+        "kernel": graphed(lambda: kernels.forward(kernels.ready, False)),
+        "training": graphed(lambda: kernels.forward(kernels.schedule(), True)),
+        "eager": lambda: kernels.forward(kernels.schedule(), False),
+        "grouped": grouped(problem),
+        "torch": lambda: anywhere.forward(anywhere.schedule(), False),
     }
-    F.check(kernels.workspace)
-    times["dense"] = (times["dense"] + median_ms(dense(problem))) / 2
-    return times
 
 
 def report(name: str, problem: Problem) -> None:
-    times = measure(problem)
-    cells = [
-        f"{key} {ms:.3f} ms {problem.flops / ms / 1e9:.0f} ({times['dense'] / ms:.3f})" for key, ms in times.items()
-    ]
-    print(f"{name}: " + " | ".join(cells), flush=True)
+    baseline = dense(problem)
+    times = {key: paired_ms(fn, baseline) for key, fn in systems(problem).items()}
+    dense_ms = sorted(base for _, base in times.values())[len(times) // 2]
+    cells = [f"{key} {ms:.3f} ms {problem.flops / ms / 1e9:.0f} ({base / ms:.3f})" for key, (ms, base) in times.items()]
+    print(f"{name}: dense {dense_ms:.3f} ms {problem.flops / dense_ms / 1e9:.0f} | " + " | ".join(cells), flush=True)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ class MoKConfig:
     schedule_capacity_multiplier: room for routed rows on a rank, in units of `num_local_tokens * topk`. More rows than
         that is an error. None: room for the worst case.
     all_gather_top_experts_chunk_bytes: bytes per message of the expert-id exchange.
-    backend: "torch", "cuda", or None to pick from the device.
+    backend: "torch"; "cuda", which raises for what the kernels can not do; None: picked from device, dtype and layout.
     num_sms: SMs that the kernels may use; None: all.
     timeout_s: how long a rank waits for its peers before it raises.
 

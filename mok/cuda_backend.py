@@ -1,4 +1,5 @@
-"""The backend of the CUDA kernels: BF16, Hopper, forward. Backward still goes through the torch backend.
+"""The backend of the CUDA kernels: BF16, Hopper, forward. Backward still goes through the torch backend, and so, where
+`MoKConfig.backend` leaves the choice, do calls that the kernels can not serve: another dtype, MXFP8, unaligned weights.
 
 Calls on one workspace must follow each other on one stream: they share its counters and, with several ranks, its
 peer-visible memory.
@@ -207,7 +208,17 @@ def forward(
     swiglu_limit: float | None,
     save_for_backward: bool,
 ) -> tuple[Tensor, MoKForwardContext]:
-    shared, routed = _kernel_weights(x, weights)
+    found = _kernel_problem(x, weights)
+    if found is not None:
+        if workspace.config.backend is not None:
+            raise ValueError(found)
+        view = _TorchView(workspace, schedule)
+        return torch_backend.forward(
+            workspace, view.schedule, x, router_weights, weights, swiglu_limit, save_for_backward
+        )
+    shared_gate, shared_up, shared_down, *routed_weights = weights
+    shared = None if shared_gate is None else (shared_gate, shared_up, shared_down)
+    routed = tuple(routed_weights)
     single = workspace.communicator.size == 1
     num_tokens, topk = router_weights.shape
     route_output = _empty(workspace, num_tokens * topk, workspace.hidden_size) if single else None
@@ -249,26 +260,34 @@ def forward(
     )
 
 
-def _kernel_weights(
-    x: Tensor, weights: ExpertWeights
-) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor]]:
-    """(shared, routed), as the kernels can read them; raises ValueError for what they can not."""
+def _kernel_problem(x: Tensor, weights: ExpertWeights) -> str | None:
+    """What the kernels can not read, as an error message; None if they can read all."""
     if x.dtype != torch.bfloat16:
-        raise ValueError(f'x: expected torch.bfloat16 with MoKConfig(backend="cuda"), got {x.dtype}')
+        return f'x: expected torch.bfloat16 with MoKConfig(backend="cuda"), got {x.dtype}'
     for name, weight in weights._asdict().items():
         if isinstance(weight, tuple):
-            raise ValueError(f'{name}: expected bfloat16 with MoKConfig(backend="cuda"), got MXFP8')
+            return f'{name}: expected bfloat16 with MoKConfig(backend="cuda"), got MXFP8'
         if weight is None:
             continue
         misaligned = [stride for stride in weight.stride()[:-1] if stride % 8]
         if weight.data_ptr() % 16 or misaligned or weight.shape[-1] % 8:
-            raise ValueError(
-                f"{name}: expected rows of a multiple of 8 elements, aligned to 16 bytes, "
-                f"got shape {list(weight.shape)}, strides {list(weight.stride())}"
+            return (
+                f"{name}: expected rows of a multiple of 8 elements, aligned to 16 bytes, with "
+                f'MoKConfig(backend="cuda"), got shape {list(weight.shape)}, strides {list(weight.stride())}'
             )
-    shared_gate, shared_up, shared_down, gate, up, down = weights
-    shared = None if shared_gate is None else (shared_gate, shared_up, shared_down)
-    return shared, (gate, up, down)  # type: ignore[return-value]
+    return None
+
+
+def _kept_rows(workspace: MoKWorkspace, schedule: CudaSchedule) -> int:
+    """Routed rows whose gate and up are kept for backward; it computes those of the others again.
+
+    With one rank that is all. With several, where the schedule has room for the rows of all ranks, twice an even share.
+    """
+    most = schedule.row_route.numel()
+    kept = workspace.config.macrobatch_size
+    if kept is None:
+        kept = most if workspace.communicator.size == 1 else 2 * workspace.num_local_tokens * workspace.topk
+    return min(most, kept)
 
 
 def _forward_buffers(
@@ -293,13 +312,13 @@ def _forward_buffers(
     return ops.ForwardBuffers(
         output=torch.empty_like(x),
         activation=ring(plan.ring_blocks, most_blocks, width),
-        gate_up=_empty(workspace, schedule.row_route.numel(), 2 * width) if save_for_backward else None,
+        gate_up=_empty(workspace, _kept_rows(workspace, schedule), 2 * width) if save_for_backward else None,
         shared_activation=(
             ring(shared_plan.ring_blocks, most_shared_blocks, shared_width) if shared_plan is not None else None
         ),
         shared_gate_up=_empty(workspace, num_tokens, 2 * shared_width) if shared and save_for_backward else None,
         shared_output=_empty(workspace, num_tokens, workspace.hidden_size) if shared else None,
-        gathered_x=ring(plan.input_ring_blocks, most_blocks, workspace.hidden_size),
+        gathered_x=ring(plan.ring_blocks, most_blocks, workspace.hidden_size),
     )
 
 
@@ -313,13 +332,18 @@ class _TorchView:
     def num_rows(self) -> int:
         return int(self.cuda_schedule.expert_offsets[-1].item())
 
+    @cached_property
     def schedule(self) -> torch_backend.TorchSchedule:
         cuda = self.cuda_schedule
         plain = MoKSchedule(cuda.expert_offsets, cuda.row_route[: self.num_rows], cuda.route_row, cuda.route_rank)
         num_experts = (cuda.expert_offsets.numel() - 1) * self.workspace.communicator.size
         return torch_backend.add_travel(self.workspace, plain, cuda.local_ids, num_experts)
 
-    def context(self, context: MoKForwardContext) -> MoKForwardContext:
+    def context(
+        self, context: MoKForwardContext, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
+    ) -> MoKForwardContext:
+        if context.gate_up.shape[0] < self.num_rows:
+            context = torch_backend.recompute_forward_context(self.workspace, self.schedule, x, weights, swiglu_limit)
         return MoKForwardContext(context.gate_up[: self.num_rows], context.shared_gate_up)
 
 
@@ -327,7 +351,7 @@ def recompute_forward_context(
     workspace: MoKWorkspace, schedule: CudaSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
 ) -> MoKForwardContext:
     view = _TorchView(workspace, schedule)
-    return torch_backend.recompute_forward_context(workspace, view.schedule(), x, weights, swiglu_limit)
+    return torch_backend.recompute_forward_context(workspace, view.schedule, x, weights, swiglu_limit)
 
 
 def backward(
@@ -345,8 +369,8 @@ def backward(
     view = _TorchView(workspace, schedule)
     return torch_backend.backward(
         workspace,
-        view.schedule(),
-        view.context(context),
+        view.schedule,
+        view.context(context, x, weights, swiglu_limit),
         grad_output,
         x,
         router_weights,

@@ -168,8 +168,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("gate_up_tiles", &SegmentPlan::gate_up_tiles)
         .def_readonly("down_tiles", &SegmentPlan::down_tiles)
         .def_readonly("chunk_blocks", &SegmentPlan::chunk_blocks)
-        .def_readonly("ring_blocks", &SegmentPlan::ring_blocks)
-        .def_readonly("input_ring_blocks", &SegmentPlan::input_ring_blocks);
+        .def_readonly("ring_blocks", &SegmentPlan::ring_blocks);
     m.def("plan_segment", &plan_segment, py::arg("hidden"), py::arg("intermediate"), py::arg("num_sms"));
     m.def("plan_schedule_grid", &plan_schedule_grid, py::arg("num_routes"), py::arg("num_sms"));
     m.def("device_num_sms", &device_num_sms, py::arg("device"));

@@ -87,10 +87,9 @@ struct SegmentParams {
     int32_t down_tiles;
     int32_t chunk_blocks;
     int32_t group_blocks;
-    int32_t ring_blocks;        // of the activation
-    int32_t input_ring_blocks;  // of gathered_x
-    uint32_t* gate_up_done;     // [blocks] warps' stores of finished gate+up tiles
-    uint32_t* down_done;        // [blocks] the same for down tiles
+    int32_t ring_blocks;     // of the activation and of gathered_x
+    uint32_t* gate_up_done;  // [blocks] warps' stores of finished gate+up tiles
+    uint32_t* down_done;     // [blocks] the same for down tiles
 };
 
 // Counters of one launch; the last CTA to leave sets them back to zero.

@@ -61,9 +61,6 @@ struct TaskOrder {
         return tile_in_chunk(TileKind::kDown, chunk, offset - gate_up_in_section(chunk));
     }
 
-    // Whether a block is the first of its group.
-    MOK_HOST_DEVICE bool is_group_head(int block) const { return block % chunk_blocks % group_blocks == 0; }
-
   private:
     MOK_HOST_DEVICE int gate_up_in_section(int chunk) const {
         return chunk + 1 < num_chunks() ? blocks_in_chunk(chunk + 1) * gate_up_tiles : 0;

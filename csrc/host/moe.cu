@@ -17,11 +17,11 @@ SegmentPlan plan_segment(int hidden, int intermediate, int num_sms) {
     int const wave_blocks = num_sms / kClusterSize / plan.gate_up_tiles;
     plan.chunk_blocks = wave_blocks >= kLeastBlocks ? wave_blocks : kPatchBlocks;
     plan.group_blocks = plan.chunk_blocks < 2 * kPatchBlocks ? plan.chunk_blocks : kPatchBlocks;
-    // A gate+up tile may overwrite a block of activations only when the down tiles of the block that was there are
-    // done: three chunks keep that wait empty. Of the gathered input, the chunk in use and the next: more would fall
-    // out of L2 before it is read.
+    // Three chunks keep these waits empty: a gate+up tile may overwrite a block of activations only when the down tiles
+    // of the block that was there are done, and the input ring holds the chunk in use and what is gathered ahead. A
+    // longer ring would fall out of L2 before it is read: with four chunks of 1.5 waves, three times the bytes came
+    // from memory.
     plan.ring_blocks = plan.chunk_blocks * 3;
-    plan.input_ring_blocks = plan.chunk_blocks * 2;
     return plan;
 }
 
@@ -59,9 +59,8 @@ void encode_maps(TensorMaps& maps, int segment, ForwardParams const& params, Mlp
     maps.activation[segment] =
         encode_matrix(rows(s.activation, weights.intermediate), 1, ring_rows, weights.intermediate, kTileRows);
     bool const is_routed = segment == kRoutedSegment;
-    maps.input[segment] =
-        encode_matrix(rows(is_routed ? params.gathered_x : params.x, hidden), 1,
-                      is_routed ? s.input_ring_blocks * kBlockRows : params.num_tokens, hidden, kTileRows);
+    maps.input[segment] = encode_matrix(rows(is_routed ? params.gathered_x : params.x, hidden), 1,
+                                        is_routed ? ring_rows : params.num_tokens, hidden, kTileRows);
 }
 
 void fill_segment(SegmentParams& segment, MlpWeights const& weights, int hidden, int num_sms) {
@@ -72,7 +71,6 @@ void fill_segment(SegmentParams& segment, MlpWeights const& weights, int hidden,
     segment.chunk_blocks = plan.chunk_blocks;
     segment.group_blocks = plan.group_blocks;
     segment.ring_blocks = plan.ring_blocks;
-    segment.input_ring_blocks = plan.input_ring_blocks;
 }
 
 }  // namespace

@@ -32,7 +32,6 @@ struct SegmentPlan {
     int chunk_blocks;
     int group_blocks;
     int ring_blocks;
-    int input_ring_blocks;
 };
 SegmentPlan plan_segment(int hidden, int intermediate, int num_sms);
 

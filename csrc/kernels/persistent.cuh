@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (warp < kLoadWarps) {
             load_role<Program>(params, maps, storage);
         } else if (warp == kLoadWarps) {
-            scheduler_role<Program>(params, maps, storage);
+            scheduler_role<Program>(params, storage);
         } else {
             Program::background(params, storage.copy, warp - kLoadWarps - 1);
         }

@@ -54,13 +54,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(uint32_t share
         : "memory");
 }
 
-// Brings a box to L2.
-__device__ __forceinline__ void cp_async_bulk_prefetch_tensor_3d(void const* map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
-                 "r"(c2)
-                 : "memory");
-}
-
 // Stores 16 bytes into a CTA of the cluster and completes them on that CTA's barrier (both shared::cluster addresses).
 __device__ __forceinline__ void st_async_v4(uint32_t shared, int4 value, uint32_t barrier) {
     asm volatile(

@@ -123,7 +123,7 @@ __device__ __forceinline__ GatherItem next_gather_item(ForwardParams const& p, i
 // Waits until the gate+up tiles of the block that held this slot of the input ring are done.
 __device__ __forceinline__ void wait_input_slot(ForwardParams const& p, int block, WaitReport const& report) {
     SegmentParams const& segment = p.segments[kRoutedSegment];
-    int const previous = block - segment.input_ring_blocks;
+    int const previous = block - segment.ring_blocks;
     if (previous < 0) return;
     wait_at_least(&segment.gate_up_done[previous], stores_of_block(p.blocks[previous].num_rows, segment.gate_up_tiles),
                   kRingTimeout, previous, report);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void gather_rows(ForwardParams const& p, RowCopier& c
     GatherItem item = next_gather_item(p, copier.batch_rows());
     while (item.block >= 0) {
         GatherItem next;
-        int64_t const slot = input_ring_row(p.segments[kRoutedSegment], item.block) + item.first_row;
+        int64_t const slot = ring_row(p.segments[kRoutedSegment], item.block) + item.first_row;
         copier.copy(p.gathered_x + slot * p.hidden, item.source, item.num_rows, [&] {
             report_item(previous);
             next = next_gather_item(p, copier.batch_rows());

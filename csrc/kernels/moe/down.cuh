@@ -23,7 +23,7 @@ struct Down {
     static __device__ __forceinline__ CUtensorMap const* input_map(TensorMaps const& maps, int segment) {
         return &maps.activation[segment];
     }
-    static __device__ __forceinline__ int input_row(ForwardParams const&, Task const& task) { return task.ring_row; }
+    static __device__ __forceinline__ int input_row(Task const& task) { return task.ring_row; }
 
     static __device__ __forceinline__ WeightHalf weight_half(TensorMaps const& maps, int segment, int column,
                                                              int half) {

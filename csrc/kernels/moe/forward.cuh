@@ -53,9 +53,6 @@ struct Forward {
     static __device__ __forceinline__ int depth(Params const& p, Task const& task) {
         return is_gate_up(task) ? GateUp::depth(p, task) : Down::depth(p, task);
     }
-    static __device__ __forceinline__ bool is_group_head(Params const& p, Task const& task) {
-        return task_order(p.segments[task.segment], 0).is_group_head(task.block);
-    }
     // Until the inputs of a task are there and its outputs may be overwritten. The caller fences.
     static __device__ __forceinline__ void wait_ready(Params const& p, Task const& task, WaitReport const& report) {
         if (task.kind == kLastTask) return;

@@ -34,8 +34,8 @@ struct GateUp {
     static __device__ __forceinline__ CUtensorMap const* input_map(TensorMaps const& maps, int segment) {
         return &maps.input[segment];
     }
-    static __device__ __forceinline__ int input_row(ForwardParams const& p, Task const& task) {
-        return task.segment == kRoutedSegment ? input_ring_row(p.segments[kRoutedSegment], task.block) : task.first_row;
+    static __device__ __forceinline__ int input_row(Task const& task) {
+        return task.segment == kRoutedSegment ? task.ring_row : task.first_row;
     }
 
     static __device__ __forceinline__ WeightHalf weight_half(TensorMaps const& maps, int segment, int column,

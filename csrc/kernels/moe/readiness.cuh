@@ -13,12 +13,9 @@ __device__ __forceinline__ int rows_of_block(ForwardParams const& p, int segment
     return p.blocks[block].num_rows;
 }
 
-// First row of a block in the activation ring, and in the ring of gathered input rows.
+// First row of a block in the rings.
 __device__ __forceinline__ int ring_row(SegmentParams const& segment, int block) {
     return block % segment.ring_blocks * kBlockRows;
-}
-__device__ __forceinline__ int input_ring_row(SegmentParams const& segment, int block) {
-    return block % segment.input_ring_blocks * kBlockRows;
 }
 
 // What an op's epilogue must know of the rows that a lane stores, looked up before the multiplication.

@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_role(typename Program::Params const& params
                                               // waited for
             Tile const tile =
                 tile_of_cta(task.num_rows, task.column, Op::column_tiles(params, task), ptx::cluster_ctarank());
-            int const input_row = Op::input_row(params, task) + tile.block_row;
+            int const input_row = Op::input_row(task) + tile.block_row;
             for (int depth = 0; depth < Op::depth(params, task); depth += kTileDepth) {
                 storage.tiles.acquire(at, report);
                 load_stage<Op>(maps, storage, at.slot(), task, tile, input_row, depth);

@@ -3,7 +3,6 @@
 // runs.
 #pragma once
 
-#include "../../device/ptx/copy.cuh"
 #include "../shared_storage.cuh"
 
 namespace mok {
@@ -23,28 +22,8 @@ __device__ __forceinline__ void publish_task(SharedStorage& storage, RingPositio
     }
 }
 
-// Brings the weight tile of a task to L2 while the task before it is in work. The clusters that work side by side on
-// the blocks of a group read the same weights at the same pace, so without this all of them would wait for memory at
-// every step.
 template <class Program>
-__device__ __forceinline__ void prefetch_weights(typename Program::Params const& params, TensorMaps const& maps,
-                                                 Task const& task) {
-    if (!Program::is_group_head(params, task)) return;
-    Tile const tile = tile_of_cta(task.num_rows, task.column, Program::column_tiles(params, task), 0);
-    Program::with_op(task.kind, [&](auto op) {
-        using Op = decltype(op);
-        for (int half = 0; half < 2; ++half) {
-            auto const source = Op::weight_half(maps, task.segment, tile.column, half);
-            for (int depth = 0; depth < Op::depth(params, task); depth += kTileDepth) {
-                ptx::cp_async_bulk_prefetch_tensor_3d(source.map, depth, source.row, task.expert);
-            }
-        }
-    });
-}
-
-template <class Program>
-__device__ __forceinline__ void scheduler_role(typename Program::Params const& params, TensorMaps const& maps,
-                                               SharedStorage& storage) {
+__device__ __forceinline__ void scheduler_role(typename Program::Params const& params, SharedStorage& storage) {
     if (ptx::cluster_ctarank() != 0 || threadIdx.x % kWarpSize != 0) return;
     WaitReport const report = Program::report(params);
     auto const tasks = Program::tasks(params);
@@ -59,7 +38,6 @@ __device__ __forceinline__ void scheduler_role(typename Program::Params const& p
         Program::wait_ready(params, task, report);
         publish_task(storage, at, task);
         if (task.kind == kLastTask) return;
-        prefetch_weights<Program>(params, maps, task);
         at.advance();
     }
 }
