@@ -75,7 +75,7 @@ def test_what_a_task_waits_for_comes_before_it(library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 64, 66, 131, 160])
 def test_workers_never_wait_for_each_other_in_a_circle(library: ctypes.CDLL, workers: int) -> None:
-    """Replays the dynamic order: each worker holds a task in work and one beyond it, and starts the first when ready."""
+    """Replays the dynamic order: each worker holds a task in work and one more, and starts the first when ready."""
     blocks, chunk, gate_up, down = 40, 6, 3, 4
     order = iter(tasks(library, blocks, chunk, chunk, gate_up, down))
     done = {(kind, block): 0 for kind in (GATE_UP, DOWN) for block in range(blocks)}
