@@ -48,6 +48,7 @@ BASE_MODEL: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
+    "initializer_range": 0.08,
     "bos_token_id": None,
 }
 
@@ -74,7 +75,7 @@ def make_base_model(folder: Path, options: argparse.Namespace, ranks: Communicat
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     mok.hf.convert(model, process_group=expert_group(ranks))
     blocks = to_blocks(documents, tokenizer, options.sequence_length)
-    training = Training(model, blocks, options.base_steps, 3e-3, options, ranks, folder.with_name("base-training"))
+    training = Training(model, blocks, options.base_steps, 6e-3, options, ranks, folder.with_name("base-training"))
     training.run("base model")
     mok.hf.save_pretrained(model, training.folder)
     if ranks.rank == 0:
@@ -107,19 +108,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, metavar="FILE", help='.txt, or .jsonl with a "text" in each line')
     add("--output", type=Path, metavar="DIR", default=Path("outputs/finetune"), help="default: %(default)s")
     add("--resume", action="store_true", help="go on where an unfinished run in --output stopped")
-    add("--steps", type=positive(int), default=120, help="of fine-tuning; default: %(default)s")
-    add("--base-steps", type=positive(int), default=300, help="of the small base model; default: %(default)s")
-    add("--batch-size", type=positive(int), default=16, help="of all processes together; default: %(default)s")
+    add("--steps", type=positive(int), default=160, help="of fine-tuning; default: %(default)s")
+    add("--base-steps", type=positive(int), default=400, help="of the small base model; default: %(default)s")
+    add("--batch-size", type=positive(int), default=8, help="of all processes together; default: %(default)s")
     add("--sequence-length", type=positive(int), default=128, help="tokens; default: %(default)s")
-    add("--learning-rate", type=positive(float), help="peak; default: 1e-3, or 2e-5 with --model")
+    add("--learning-rate", type=positive(float), help="peak; default: 2e-3, or 2e-5 with --model")
     add("--auxiliary-loss", type=float, default=0.01, metavar="C", help="load balancing; default: %(default)s")
     add("--clip", type=positive(float), default=1.0, metavar="NORM", help="largest gradient norm; default: %(default)s")
-    add("--evaluate-every", type=positive(int), default=20, metavar="STEPS", help="default: %(default)s")
+    add("--evaluate-every", type=positive(int), default=25, metavar="STEPS", help="default: %(default)s")
     add("--checkpoint-every", type=positive(int), default=50, metavar="STEPS", help="default: %(default)s")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is a GPU")
     options = parser.parse_args()
-    options.learning_rate = options.learning_rate or (2e-5 if options.model else 1e-3)
+    options.learning_rate = options.learning_rate or (2e-5 if options.model else 2e-3)
     return options
 
 

@@ -145,12 +145,14 @@ class Training:
             logits = self.model(input_ids=inputs, use_cache=False).logits
         num_tokens = len(batch) * inputs.shape[1]
         cross_entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / num_tokens
-        num_experts = routing[0][0].shape[-1]
-        router_losses = RouterLosses(num_experts, process_group=expert_group(self.ranks))
-        for output in routing:
-            router_losses.add(output)
-        load = torch.stack([tokens_per_expert(top_experts, num_experts) for _, _, top_experts in routing])
-        return cross_entropy, router_losses.load_balancing_loss(), load
+        balance, load = zip(*(self.balance(output) for output in routing), strict=True)
+        return cross_entropy, torch.stack(balance).mean(), torch.stack(load)
+
+    def balance(self, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Load-balancing loss and tokens per expert of one layer: layers do not make up for each other."""
+        router_losses = RouterLosses(num_experts=output[0].shape[-1], process_group=expert_group(self.ranks))
+        router_losses.add(output)
+        return router_losses.load_balancing_loss(), tokens_per_expert(output[2], router_losses.num_experts)
 
     def reduce_and_clip_gradients(self) -> float:
         """Add up the replicated parameters' gradients; clip all by their norm over the whole model, and return it."""
