@@ -124,7 +124,9 @@ def test_killed_and_resumed_run_gives_the_same_bits(tiny, tmp_path, monkeypatch)
 
 def test_expert_parallel_run_has_the_same_losses(tiny, tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
-    options = {"clip": 0.5, "auxiliary_loss": 0.1}
+    # Adam turns the sign of a gradient that is nothing but rounding into a whole step: a small learning rate keeps the
+    # two runs together.
+    options = {"clip": 0.5, "auxiliary_loss": 0.1, "learning_rate": 1e-3}
     run_here(monkeypatch, *arguments(tiny, one, **options))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
@@ -137,7 +139,7 @@ def test_expert_parallel_run_has_the_same_losses(tiny, tmp_path, monkeypatch):
     assert result.returncode == 0, result.stderr
     assert any(entry.get("gradient_norm", 0) > 0.5 for entry in history(one)), "nothing was clipped"
     for ours, theirs in zip(history(one), history(two), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-5), f"step {ours['step']}"
+        assert ours == pytest.approx(theirs, rel=5e-6), f"step {ours['step']}"
     expected = load_file(one / "model" / "model.safetensors")
     for name, tensor in load_file(two / "model" / "model.safetensors").items():
         assert_close_rel_l2(name, tensor, expected[name], 1e-4)
