@@ -60,8 +60,35 @@ def integers(launcher: Launcher) -> dict[str, Tensor]:
 
 
 def float_inputs() -> list[Tensor]:
-    values = [0.0, -0.0, 1.0, -1.5, 448.0, 464.0, 465.0, 1e-9, 3e38, 0.5, 1.5, 2.5, -3.5, 65519.0, 65520.0, 2.0**-9, 2.0**-10]
-    values += [2.0**-133, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 57344.0, 61440.0, 100.25, 2.0**-16 * 1.5]
+    values = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        448.0,
+        464.0,
+        465.0,
+        1e-9,
+        3e38,
+        0.5,
+        1.5,
+        2.5,
+        -3.5,
+        65519.0,
+        65520.0,
+        2.0**-9,
+        2.0**-10,
+    ]
+    values += [
+        2.0**-133,
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+        1 + 2.0**-8 + 2.0**-20,
+        57344.0,
+        61440.0,
+        100.25,
+        2.0**-16 * 1.5,
+    ]
     values += [float("inf"), float("-inf"), float("nan"), 17.0, 19.0, 4e9, -4e9]
     special = torch.tensor(values, dtype=torch.float32)
     assert len(special) == 32
@@ -111,7 +138,9 @@ def divergence(launcher: Launcher) -> dict[str, Tensor]:
 def memory(launcher: Launcher) -> dict[str, Tensor]:
     values = random_bits(4, 128, 4)
     out, counters, sums = torch.zeros_like(values), torch.zeros(4, dtype=torch.int32), torch.zeros(8)
-    kernel_module(launcher, "memory").launch("memory", args=[values, out, counters, sums, 128], grid=2, block=64, shared=256)
+    kernel_module(launcher, "memory").launch(
+        "memory", args=[values, out, counters, sums, 128], grid=2, block=64, shared=256
+    )
     return {"out": out, "counters": counters, "sums": sums}
 
 
@@ -159,20 +188,32 @@ def bulk(launcher: Launcher) -> dict[str, Tensor]:
 
 
 # (swizzle, box width in int32, x, y): tiles inside, over each edge and outside of a [40, 36] tensor.
-TILES = [(0, 8, 4, 3), (32, 8, 30, 38), (64, 16, -4, -2), (128, 32, 8, 30), (128, 16, 28, -3), (0, 64, -20, 50), (64, 12, 3, 5)]
+TILES = [
+    (0, 8, 4, 3),
+    (32, 8, 30, 38),
+    (64, 16, -4, -2),
+    (128, 32, 8, 30),
+    (128, 16, 28, -3),
+    (0, 64, -20, 50),
+    (64, 12, 3, 5),
+]
 
 
-@case
-def tensor_tiles(launcher: Launcher) -> dict[str, Tensor]:
-    module = kernel_module(launcher, "copies")
-    results = {}
-    for i, (swizzle, width, x, y) in enumerate(TILES):
-        source = random_bits(20 + i, 40, 36)
+def tensor_tile(index: int) -> Case:
+    swizzle, width, x, y = TILES[index]
+
+    def run(launcher: Launcher) -> dict[str, Tensor]:
+        source = random_bits(20 + index, 40, 36)
         target, raw = torch.zeros(40, 36, dtype=torch.int32), torch.zeros(8, width, dtype=torch.int32)
         maps = [launcher.tensor_map(t, (width, 8), swizzle=swizzle) for t in (source, target)]
-        module.launch("tensor_tile", args=[*maps, raw, x, y, x - 2, y + 1, raw.numel() * 4], block=64, shared=8192)
-        results |= {f"source{i}": source, f"target{i}": target, f"raw{i}": raw}
-    return results
+        args = [*maps, raw, x, y, x - 2, y + 1, raw.numel() * 4]
+        kernel_module(launcher, "copies").launch("tensor_tile", args=args, block=64, shared=8192)
+        return {"source": source, "target": target, "raw": raw}
+
+    return run
+
+
+CASES |= {f"tensor_tile_{index}": tensor_tile(index) for index in range(len(TILES))}
 
 
 @case
@@ -223,7 +264,9 @@ def wgmma_registers(launcher: Launcher) -> dict[str, Tensor]:
 @case
 def fragments(launcher: Launcher) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    a, b = (torch.randint(-8, 8, shape, generator=generator).bfloat16() for shape in ((16, 16), (16, 8)))  # sums are exact
+    a, b = (
+        torch.randint(-8, 8, shape, generator=generator).bfloat16() for shape in ((16, 16), (16, 8))
+    )  # sums are exact
     out, exact = torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, 8)
     kernel_module(launcher, "mma").launch("fragments", args=[a, b, out, exact])
     return {"a": a, "b": b, "out": out, "exact": exact}

@@ -34,7 +34,12 @@ def build_extension() -> Path:
     library = simulator.build_library()
     include = os.environ.get("MOK_PYTHON_INCLUDE", sysconfig.get_paths()["include"])
     flags = ["-std=c++20", "-O1", "-Xcompiler=-fPIC,-fvisibility=hidden", "--no-compress", "-cudart=none"]
-    flags += ["--diag-suppress=186", "-lineinfo", '-DMOK_ARCHITECTURES="90a"', "-gencode=arch=compute_90a,code=compute_90a"]
+    flags += [
+        "--diag-suppress=186",
+        "-lineinfo",
+        '-DMOK_ARCHITECTURES="90a"',
+        "-gencode=arch=compute_90a,code=compute_90a",
+    ]
     flags += ["-isystem", pybind11.get_include(), "-isystem", include]
     text = "".join(path.read_text() for path in sorted((ROOT / "csrc").rglob("*.*")) if path.is_file())
 
@@ -96,7 +101,9 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
         tensor = torch.full(shape, float("nan") if dtype.is_floating_point else -(2**31) + 77, dtype=dtype)
         if tensor.numel():
             known.add(tensor.untyped_storage().data_ptr())
-            sim.add_memory(tensor, f"uninitialised {str(dtype).removeprefix('torch.')} {list(shape)}", initialized=False)
+            sim.add_memory(
+                tensor, f"uninitialised {str(dtype).removeprefix('torch.')} {list(shape)}", initialized=False
+            )
         return tensor
 
     run_group = VirtualGroup.run

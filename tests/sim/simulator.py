@@ -28,7 +28,10 @@ from torch import Tensor
 HERE = Path(__file__).parent
 KERNELS = HERE / "kernels"
 BUILD = HERE / "build"
-CHECKS = {name: 1 << i for i, name in enumerate(("bounds", "align", "init", "race", "proxy", "nc", "barrier", "wgmma", "leak"))}
+CHECKS = {
+    name: 1 << i
+    for i, name in enumerate(("bounds", "align", "init", "race", "proxy", "nc", "barrier", "wgmma", "leak"))
+}
 ALL_CHECKS = sum(CHECKS.values())
 
 
@@ -131,7 +134,13 @@ class Simulator:
 
     def __init__(self, *, seed: int = 0, checks: int = ALL_CHECKS, num_sms: int = 4, **settings: float) -> None:
         self.lib = _library()
-        defaults = {"max_ctas_per_sm": 1, "async_rate": -1, "deadlock_ns": 2.0**40, "num_ranks": 1, "allow_unknown_memory": 0}
+        defaults = {
+            "max_ctas_per_sm": 1,
+            "async_rate": -1,
+            "deadlock_ns": 2.0**40,
+            "num_ranks": 1,
+            "allow_unknown_memory": 0,
+        }
         defaults |= {"is_blocking": 1, "grace_ms": 5000}
         for name, value in {**defaults, "seed": seed, "checks": checks, "num_sms": num_sms, **settings}.items():
             if not self.lib.sim_configure(name.encode(), float(value)):
@@ -192,12 +201,18 @@ class Simulator:
         strides = (ctypes.c_uint64 * rank)(*(s * tensor.element_size() for s in reversed(tensor.stride()[:-1])))
         boxes, ones = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
         data = ctypes.create_string_buffer(128)
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32], *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4)
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32], *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4
+        )
         encode = prototype(self.lib.sim_tensor_map_encoder())
         base = ctypes.c_void_p(tensor.data_ptr())
-        status = encode(data, _MAP_TYPES[tensor.dtype], rank, base, dims, strides, boxes, ones, 0, SWIZZLES[swizzle], 0, 0)
+        status = encode(
+            data, _MAP_TYPES[tensor.dtype], rank, base, dims, strides, boxes, ones, 0, SWIZZLES[swizzle], 0, 0
+        )
         if status:
-            raise ValueError(f"cuTensorMapEncodeTiled: error {status} for shape {tuple(tensor.shape)}, box {tuple(box)}")
+            raise ValueError(
+                f"cuTensorMapEncodeTiled: error {status} for shape {tuple(tensor.shape)}, box {tuple(box)}"
+            )
         return TensorMap(tensor, data.raw)
 
 
@@ -254,7 +269,9 @@ class Module:
             self.sim.add_memory(tensor, f"tensor {i}", initialized=tensor.data_ptr() not in fresh)
         error = ctypes.c_int()
         try:
-            if not self.sim.lib.sim_launch(self.handle, kernel.encode(), shape, shared, pointers, rank, ctypes.byref(error)):
+            if not self.sim.lib.sim_launch(
+                self.handle, kernel.encode(), shape, shared, pointers, rank, ctypes.byref(error)
+            ):
                 raise ValueError(self.sim.lib.sim_error().decode())
         finally:
             for tensor in tensors:
@@ -290,10 +307,22 @@ def _library() -> ctypes.CDLL:
                 getattr(lib, name).restype = ctypes.c_bool
             lib.sim_kernels.argtypes = [ctypes.c_void_p]
             lib.sim_decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-            lib.sim_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p]
+            lib.sim_launch.argtypes = [
+                ctypes.c_void_p,
+                ctypes.c_char_p,
+                ctypes.c_void_p,
+                ctypes.c_uint32,
+                ctypes.c_void_p,
+            ]
             lib.sim_launch.argtypes += [ctypes.c_int, ctypes.c_void_p]
             lib.sim_configure.argtypes = [ctypes.c_char_p, ctypes.c_double]
-            lib.sim_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
+            lib.sim_add_memory.argtypes = [
+                ctypes.c_uint64,
+                ctypes.c_uint64,
+                ctypes.c_char_p,
+                ctypes.c_bool,
+                ctypes.c_bool,
+            ]
             lib.sim_remove_memory.argtypes = [ctypes.c_uint64]
             lib.sim_remove_memory.restype = lib.sim_add_memory.restype = None
             _loaded.append(lib)

@@ -32,7 +32,15 @@ def test_out_of_bounds() -> None:
     rows = ints(32)
     launch("out_of_bounds", rows, ints(8, 32), ints(32), block=32)
     rows[7] = 8
-    found("bounds", r"behind the end of tensor 1.*\n.*faults\.cu:6", "out_of_bounds", rows, ints(8, 32), ints(32), block=32)
+    found(
+        "bounds",
+        r"behind the end of tensor 1.*\n.*faults\.cu:6",
+        "out_of_bounds",
+        rows,
+        ints(8, 32),
+        ints(32),
+        block=32,
+    )
 
 
 def test_misaligned() -> None:
@@ -43,7 +51,15 @@ def test_misaligned() -> None:
 def test_uninitialised(seed: int) -> None:
     found("init", "uninitialised memory: shared memory", "uninitialised_shared", ints(64), seed=seed)
     scratch = ints(2)
-    found("init", "uninitialised memory: tensor 0", "uninitialised_global", scratch, ints(64), outputs=[scratch], seed=seed)
+    found(
+        "init",
+        "uninitialised memory: tensor 0",
+        "uninitialised_global",
+        scratch,
+        ints(64),
+        outputs=[scratch],
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -89,7 +105,15 @@ def test_absent_lane() -> None:
 
 def test_copies_at_exit() -> None:
     for seed in SEEDS:
-        found("leak", "in flight|not waited", "copy_in_flight_at_exit", torch.zeros(32), torch.zeros(32), block=32, seed=seed)
+        found(
+            "leak",
+            "in flight|not waited",
+            "copy_in_flight_at_exit",
+            torch.zeros(32),
+            torch.zeros(32),
+            block=32,
+            seed=seed,
+        )
     ptx = compile_ptx(KERNELS / "copies.cu", ["NO_WAIT"])
     with pytest.raises(SimulatorError, match="wait_group.read"):
         args = [torch.zeros(4, 256), torch.zeros(4, 256), torch.zeros(256)]

@@ -264,18 +264,19 @@ def padded_tile(source: Tensor, x: int, y: int, width: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tensor_tiles(seed: int) -> None:
-    result = run("tensor_tiles", seed)
-    for i, (swizzle, width, x, y) in enumerate(TILES):
-        tile = padded_tile(result[f"source{i}"], x, y, width)
-        chunks = tile.reshape(-1, 4)  # of 16 bytes
-        raw = torch.empty_like(chunks)
-        for k in range(len(chunks)):
-            raw[k ^ (k >> 3 & swizzle // 16 - 1) if swizzle else k] = chunks[k]
-        assert torch.equal(result[f"raw{i}"].view(-1, 4), raw), TILES[i]
-        target = torch.zeros(200, 200, dtype=torch.int32)
-        target[81 + y : 89 + y, 78 + x : 78 + x + width] = tile
-        assert torch.equal(result[f"target{i}"], target[80:120, 80:116]), TILES[i]
+@pytest.mark.parametrize("index", range(len(TILES)))
+def test_tensor_tile(index: int, seed: int) -> None:
+    result = run(f"tensor_tile_{index}", seed)
+    swizzle, width, x, y = TILES[index]
+    tile = padded_tile(result["source"], x, y, width)
+    chunks = tile.reshape(-1, 4)  # of 16 bytes
+    raw = torch.empty_like(chunks)
+    for k in range(len(chunks)):
+        raw[k ^ (k >> 3 & swizzle // 16 - 1) if swizzle else k] = chunks[k]
+    assert torch.equal(result["raw"].view(-1, 4), raw)
+    target = torch.zeros(200, 200, dtype=torch.int32)
+    target[81 + y : 89 + y, 78 + x : 78 + x + width] = tile
+    assert torch.equal(result["target"], target[80:120, 80:116])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -174,8 +174,12 @@ struct FloatOp {
         if constexpr (kFlush && std::is_same_v<T, float>) return flush(x);
         return x;
     }
-    T operator()(T a, T b) const { return in(apply_float<T>(F{}, in(a), in(b), T{})); }
-    T operator()(T a, T b, T c) const { return in(apply_float<T>(F{}, in(a), in(b), in(c))); }
+    static T out(T x) {  // the one NaN that arithmetic gives (9.7.3)
+        if constexpr (std::is_same_v<T, float>) return x != x ? __builtin_bit_cast(float, 0x7fffffff) : in(x);
+        return x;
+    }
+    T operator()(T a, T b) const { return out(apply_float<T>(F{}, in(a), in(b), T{})); }
+    T operator()(T a, T b, T c) const { return out(apply_float<T>(F{}, in(a), in(b), in(c))); }
 };
 template <class T, class F>
 struct SaturatedOp {
