@@ -240,8 +240,8 @@ def _swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """From `p = W_down^T dy` `[n, I]`: `w a` `[n, I]`, `dg` and `du` `[n, 2I]`, `dw = <p, a>` `[n]` (None without w).
 
-    da = w p;  du = da silu(g);  dg = da u (sigmoid(g) + silu(g) - silu(g) sigmoid(g)); both zero outside the clamp
-    and, as torch.clamp has it, not on its edge. Every step but the last into each result keeps the dtype of accumulation.
+    da = w p;  du = da silu(g);  dg = da u (sigmoid(g) + silu(g) (1 - sigmoid(g))); both zero outside the clamp
+    and, as torch.clamp has it, not on its edge. Only the results are rounded to the dtype of gate_up.
     """
     gate, up = _clamped(gate_up, swiglu_limit)
     sigmoid = _sigmoid(gate)
@@ -254,12 +254,12 @@ def _swiglu_backward(
     d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
     torch.mul(d_activation, silu, out=d_up)
-    slope = (sigmoid + silu).addcmul_(silu, sigmoid, value=-1)
+    slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
     torch.mul(slope.mul_(up), d_activation, out=d_gate)
     if swiglu_limit is not None:
         raw_gate, raw_up = gate_up.chunk(2, dim=-1)
-        d_gate.masked_fill_(raw_gate > swiglu_limit, 0)
-        d_up.masked_fill_(raw_up.abs() > swiglu_limit, 0)
+        d_gate.masked_fill_(raw_gate > gate, 0)
+        d_up.masked_fill_(raw_up.abs() > up.abs(), 0)
     return activation.to(gate_up.dtype), d_gate_up, d_weights
 
 
@@ -294,22 +294,18 @@ def _transposed_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> N
 
 
 class _Part(NamedTuple):
-    """Some columns of `[n, 2I]`, and the weights or gradients `[E_l, columns, H]` that belong to them."""
+    """Some columns of `[n, 2I]`, and the weights `[E_l, columns, H]` that belong to them."""
 
     columns: slice
-    tensor: Tensor
-    accumulate: bool = False  # gradients only: add to what is there
+    weights: Tensor
 
 
 class _Mlp(NamedTuple):
-    """Weights, or where their gradients go.
-
-    gate_up: one part where gate and up lie together in memory, so that one matmul does for both, else two.
-    down: `[E_l, H, I]`; its columns are all of `[n, I]`.
-    """
+    """gate_up: one part where gate and up lie together in memory, so that one matmul does for both, else two.
+    down: `[E_l, H, I]`, None where only the context is computed."""
 
     gate_up: list[_Part]
-    down: _Part | None
+    down: Tensor | None
     is_mxfp8: bool = False
 
     def operand(self, activations: Tensor, contracted_dim: int) -> Tensor:
@@ -333,7 +329,7 @@ def _groups(schedule: TorchSchedule, mlp: _Mlp) -> _Groups:
 
 def _can_group(mlp: _Mlp) -> bool:
     """Whether torch has a grouped matmul for these weights that does not run expert by expert, and they are aligned."""
-    weights = [part.tensor for part in (*mlp.gate_up, *([mlp.down] if mlp.down else []))]
+    weights = [part.weights for part in mlp.gate_up] + ([] if mlp.down is None else [mlp.down])
     return not mlp.is_mxfp8 and all(
         weight.is_cuda
         and weight.dtype == torch.bfloat16
@@ -359,40 +355,12 @@ def join_gate_up(gate: Tensor, up: Tensor) -> Tensor | None:
     return gate.as_strided((*gate.shape[:-2], 2 * num_rows, gate.shape[-1]), gate.stride()) if together else None
 
 
-def _weights(gate: Tensor, up: Tensor, down: Tensor | None) -> _Mlp:
+def _mlp_of(gate: Tensor, up: Tensor, down: Tensor | None = None) -> _Mlp:
     joined = join_gate_up(gate, up)
     width = gate.shape[-2]
-    parts = [_Part(slice(0, width), gate), _Part(slice(width, 2 * width), up)]
     if joined is not None:
-        parts = [_Part(slice(0, 2 * width), joined)]
-    return _Mlp(parts, None if down is None else _Part(slice(0, width), down))
-
-
-def _gradients(
-    weights: Sequence[Tensor], main_grads: Sequence[Tensor | None], needs_grad: Sequence[bool]
-) -> tuple[list[Tensor | None], _Mlp]:
-    """For gate, up and down: the gradients to return (None where not wanted or added to a main gradient), not yet
-    filled, and where to write all that are wanted."""
-    gate, _, down = weights
-    width = gate.shape[-2]
-    fresh = [needed and main_grad is None for needed, main_grad in zip(needs_grad, main_grads, strict=True)]
-    gate_up = gate.new_empty(*gate.shape[:-2], 2 * width, gate.shape[-1]) if fresh[0] or fresh[1] else None
-    grads = [
-        gate_up[..., :width, :] if gate_up is not None and fresh[0] else None,
-        gate_up[..., width:, :] if gate_up is not None and fresh[1] else None,
-        torch.empty_like(down, memory_format=torch.contiguous_format) if fresh[2] else None,
-    ]
-    columns = [slice(0, width), slice(width, 2 * width), slice(0, width)]
-    parts = []
-    for where, grad, main_grad, needed in zip(columns, grads, main_grads, needs_grad, strict=True):
-        target = main_grad if grad is None else grad
-        parts.append(_Part(where, target, grad is None) if needed and target is not None else None)
-    gate_part, up_part, down_part = parts
-    if gate_part and up_part and gate_part.accumulate == up_part.accumulate:
-        joined = join_gate_up(gate_part.tensor, up_part.tensor)
-        if joined is not None:
-            gate_part, up_part = _Part(slice(0, 2 * width), joined, gate_part.accumulate), None
-    return grads, _Mlp([part for part in (gate_part, up_part) if part], down_part)
+        return _Mlp([_Part(slice(0, 2 * width), joined)], down)
+    return _Mlp([_Part(slice(0, width), gate), _Part(slice(width, 2 * width), up)], down)
 
 
 def _matmul_rows(groups: _Groups, rows: Tensor, weights: Tensor) -> Tensor:
@@ -406,30 +374,69 @@ def _matmul_rows(groups: _Groups, rows: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def _weight_gradient(groups: _Groups, a: Tensor, b: Tensor, mlp: _Mlp, grad: _Part) -> None:
-    """The sum over each expert's rows of their outer products: `[R, M]` by `[R, N]` -> grad `[E_l, M, N]`."""
+def _weight_gradient(groups: _Groups, a: Tensor, b: Tensor, mlp: _Mlp, main_grad: Tensor | None) -> Tensor | None:
+    """The sum over each expert's rows of their outer products, `[R, M]` by `[R, N]` -> `[E_l, M, N]`.
+
+    Added to `main_grad`, and then None, if there is one.
+    """
     if groups.bounds is None:
         product = torch.nn.functional.grouped_mm(a.t(), b, offs=groups.offsets)
-        grad.tensor.add_(product) if grad.accumulate else grad.tensor.copy_(product)
-        return
+        if main_grad is None:
+            return product
+        main_grad.add_(product)
+        return None
+    grad = a.new_empty(len(groups.bounds) - 1, a.shape[1], b.shape[1]) if main_grad is None else main_grad
     for expert, (start, end) in enumerate(pairwise(groups.bounds)):
-        out = grad.tensor[expert]
         if start < end:
             a_rows, b_rows = mlp.operand(a[start:end], 0), mlp.operand(b[start:end], 0)
-            _transposed_matmul(a_rows, b_rows, out, grad.accumulate)
-        elif not grad.accumulate:
-            out.zero_()
+            _transposed_matmul(a_rows, b_rows, grad[expert], accumulate=main_grad is not None)
+        elif main_grad is None:
+            grad[expert].zero_()
+    return grad if main_grad is None else None
+
+
+def _gate_up_gradients(
+    groups: _Groups,
+    d_gate_up: Tensor,
+    rows: Tensor,
+    mlp: _Mlp,
+    main_grads: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of gate and up, in one matmul where both can be written at once (then the results are halves of one tensor)."""
+    gate, up = main_grads
+    if all(needs_grad) and (gate is None) is (up is None):
+        joined = None if gate is None or up is None else join_gate_up(gate, up)
+        if joined is not None or gate is None:
+            both = _weight_gradient(groups, d_gate_up, rows, mlp, joined)
+            if both is None:
+                return None, None
+            d_gate, d_up = both.chunk(2, dim=1)
+            return d_gate, d_up
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
+    return (
+        _weight_gradient(groups, d_gate, rows, mlp, gate) if needs_grad[0] else None,
+        _weight_gradient(groups, d_up, rows, mlp, up) if needs_grad[1] else None,
+    )
 
 
 def _forward_mlp(rows: Tensor, groups: _Groups, mlp: _Mlp, swiglu_limit: float | None) -> tuple[Tensor, Tensor | None]:
     """`gate_up [R, 2I]` and, if there is a down projection, the results `[R, H]` without router weights."""
     rows = mlp.operand(rows, 1)
-    parts = [_matmul_rows(groups, rows, part.tensor.mT) for part in mlp.gate_up]
+    parts = [_matmul_rows(groups, rows, part.weights.mT) for part in mlp.gate_up]
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if mlp.down is None:
         return gate_up, None
     activation = mlp.operand(_swiglu(gate_up, swiglu_limit), 1)
-    return gate_up, _matmul_rows(groups, activation, mlp.down.tensor.mT)
+    return gate_up, _matmul_rows(groups, activation, mlp.down.mT)
+
+
+class _MlpGradients(NamedTuple):
+    rows: Tensor | None = None
+    row_weights: Tensor | None = None
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
 
 
 def _backward_mlp(
@@ -440,30 +447,29 @@ def _backward_mlp(
     groups: _Groups,
     mlp: _Mlp,
     swiglu_limit: float | None,
-    grads: _Mlp,
-    needs_d_rows: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill `grads`; return `d_rows [R, H]` (None unless needed) and `dw [R]` (None without w). d_out has no w yet."""
+    main_grads: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+) -> _MlpGradients:
+    """main_grads: of gate, up and down. needs_grad: of rows, gate, up and down. `d_out [R, H]` has no weights yet."""
     assert mlp.down is not None
-    projected = _matmul_rows(groups, mlp.operand(d_out, 1), mlp.down.tensor)
+    needs_rows, *needs_gate_up, needs_down = needs_grad
+    projected = _matmul_rows(groups, mlp.operand(d_out, 1), mlp.down)
     activation, d_gate_up, d_weights = _swiglu_backward(gate_up, projected, row_weights, swiglu_limit)
-    for grad in grads.gate_up:
-        _weight_gradient(groups, d_gate_up[:, grad.columns], rows, mlp, grad)
-    if grads.down is not None:
-        _weight_gradient(groups, d_out, activation, mlp, grads.down)
-    if not needs_d_rows:
-        return None, d_weights
-    d_gate_up = mlp.operand(d_gate_up, 1)
-    d_rows = [_matmul_rows(groups, d_gate_up[:, part.columns], part.tensor) for part in mlp.gate_up]
-    total = d_rows[0] if len(d_rows) == 1 else d_rows[0].to(_accumulate_dtype(rows)).add_(d_rows[1])
-    return total.to(rows.dtype), d_weights
+    d_gate, d_up = _gate_up_gradients(groups, d_gate_up, rows, mlp, main_grads[:2], needs_gate_up)
+    d_down = _weight_gradient(groups, d_out, activation, mlp, main_grads[2]) if needs_down else None
+    d_rows = None
+    if needs_rows:
+        d_gate_up = mlp.operand(d_gate_up, 1)
+        parts = [_matmul_rows(groups, d_gate_up[:, part.columns], part.weights) for part in mlp.gate_up]
+        d_rows = parts[0] if len(parts) == 1 else parts[0].to(_accumulate_dtype(rows)).add_(parts[1]).to(rows.dtype)
+    return _MlpGradients(d_rows, d_weights, d_gate, d_up, d_down)
 
 
 # The interface of a backend
 
 
-def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool) -> tuple[_Mlp, list[Tensor]]:
-    """Also the weights one by one. MXFP8 weights come as tensors of `dtype`, which holds their values exactly."""
+def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool) -> _Mlp:
+    """MXFP8 weights come as tensors of `dtype`, which holds their values exactly."""
     routed = [
         mxfp8.expand_weight(weight, dtype, in_backward=in_backward) if isinstance(weight, tuple) else weight
         for weight in weights[3:]
@@ -472,14 +478,13 @@ def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool
     is_mxfp8 = isinstance(weights.routed_gate, tuple)
     if is_mxfp8:
         routed[:2] = torch.cat(routed[:2], dim=1).chunk(2, dim=1)
-    gate, up, *down = routed
-    return _weights(gate, up, down[0] if down else None)._replace(is_mxfp8=is_mxfp8), routed
+    return _mlp_of(*routed)._replace(is_mxfp8=is_mxfp8)
 
 
 def _forward_routed(
     workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    mlp, _ = _routed_mlp(weights, x.dtype, in_backward=False)
+    mlp = _routed_mlp(weights, x.dtype, in_backward=False)
     return _forward_mlp(_arrive(workspace, schedule, x), _groups(schedule, mlp), mlp, swiglu_limit)
 
 
@@ -489,22 +494,19 @@ def _padded(tokens: Tensor) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[0] % 16))
 
 
-def _shared_mlp(weights: ExpertWeights) -> tuple[_Mlp, list[Tensor]] | None:
-    """As `_routed_mlp`, each weight `[1, ...]`; None without a shared expert."""
+def _shared_mlp(weights: ExpertWeights) -> _Mlp | None:
+    """One expert, its weights `[1, ...]`; None without a shared expert."""
     shared = [weight[None] for weight in weights[:3] if isinstance(weight, Tensor)]
-    if not shared:
-        return None
-    gate, up, *down = shared
-    return _weights(gate, up, down[0] if down else None), shared
+    return _mlp_of(*shared) if shared else None
 
 
 def _forward_shared(x: Tensor, weights: ExpertWeights, swiglu_limit: float | None) -> tuple[Tensor, Tensor | None]:
     """`shared_gate_up [T, 2*I_s]` and the shared expert's output `[T, H]`; empty and None without one."""
-    shared = _shared_mlp(weights)
-    if shared is None:
+    mlp = _shared_mlp(weights)
+    if mlp is None:
         return x.new_empty(0), None
     rows = _padded(x)
-    gate_up, out = _forward_mlp(rows, _Groups(None, [0, rows.shape[0]]), shared[0], swiglu_limit)
+    gate_up, out = _forward_mlp(rows, _Groups(None, [0, rows.shape[0]]), mlp, swiglu_limit)
     return gate_up[: x.shape[0]], None if out is None else out[: x.shape[0]]
 
 
@@ -544,29 +546,29 @@ def backward(
     main_grads: MainGrads,
     needs_grad: NeedsGrad,
 ) -> MoKGradients:
-    d_shared, shared_grads = _backward_shared(
-        context.shared_gate_up, grad_output, x, weights, swiglu_limit, main_grads[:3], needs_grad
+    needs_shared, needs_routed = (needs_grad.x, *needs_grad[5:]), (needs_grad.x, *needs_grad[2:5])
+    shared = _backward_shared(
+        context.shared_gate_up, grad_output, x, weights, swiglu_limit, main_grads[:3], needs_shared
     )
-    mlp, routed = _routed_mlp(weights, x.dtype, in_backward=True)
-    routed_grads, into = _gradients(routed, main_grads[3:], needs_grad[2:5])
-    d_x = d_router_weights = None
-    if any(needs_grad[:5]):
-        d_rows, d_row_weights = _backward_mlp(
-            _arrive(workspace, schedule, x) if into.gate_up else x,
+    routed, d_x, d_router_weights = _MlpGradients(), None, None
+    if needs_grad.router_weights or any(needs_routed):
+        mlp = _routed_mlp(weights, x.dtype, in_backward=True)
+        routed = _backward_mlp(
+            _arrive(workspace, schedule, x) if any(needs_routed[1:3]) else x,
             _arrive(workspace, schedule, grad_output),
             context.gate_up,
             _arrive_weights(workspace, schedule, router_weights),
             _groups(schedule, mlp),
             mlp,
             swiglu_limit,
-            into,
-            needs_grad.x,
+            main_grads[3:],
+            needs_routed,
         )
-        if d_rows is not None:
-            d_x = _combine(_return(workspace, schedule, d_rows), schedule.route_return, None, d_shared, x)
-        if needs_grad.router_weights and d_row_weights is not None:
-            d_router_weights = _route_values(_return(workspace, schedule, d_row_weights), schedule.route_return)
-    return MoKGradients(d_x, d_router_weights, *routed_grads, *shared_grads)
+    if routed.rows is not None:
+        d_x = _combine(_return(workspace, schedule, routed.rows), schedule.route_return, None, shared.rows, x)
+    if needs_grad.router_weights and routed.row_weights is not None:
+        d_router_weights = _route_values(_return(workspace, schedule, routed.row_weights), schedule.route_return)
+    return MoKGradients(d_x, d_router_weights, *routed[2:], *shared[2:])
 
 
 def _route_values(returned: Tensor, route_return: Tensor) -> Tensor:
@@ -584,16 +586,15 @@ def _backward_shared(
     weights: ExpertWeights,
     swiglu_limit: float | None,
     main_grads: Sequence[Tensor | None],
-    needs_grad: NeedsGrad,
-) -> tuple[Tensor | None, list[Tensor | None]]:
+    needs_grad: Sequence[bool],
+) -> _MlpGradients:
     """The shared expert's part of d_x `[T, H]` and its three weight gradients."""
-    shared = _shared_mlp(weights)
-    if shared is None or not (needs_grad.x or any(needs_grad[5:])):
-        return None, [None] * 3
-    mlp, tensors = shared
-    grads, into = _gradients(tensors, [grad if grad is None else grad[None] for grad in main_grads], needs_grad[5:])
+    mlp = _shared_mlp(weights)
+    if mlp is None or not any(needs_grad):
+        return _MlpGradients()
+    main_grads = [grad if grad is None else grad[None] for grad in main_grads]
     rows, d_out = _padded(x), _padded(grad_output)
     groups = _Groups(None, [0, rows.shape[0]])
-    d_rows, _ = _backward_mlp(rows, d_out, _padded(gate_up), None, groups, mlp, swiglu_limit, into, needs_grad.x)
-    d_x = None if d_rows is None else d_rows[: x.shape[0]]
-    return d_x, [grad if grad is None else grad[0] for grad in grads]
+    grads = _backward_mlp(rows, d_out, _padded(gate_up), None, groups, mlp, swiglu_limit, main_grads, needs_grad)
+    d_x = None if grads.rows is None else grads.rows[: x.shape[0]]
+    return _MlpGradients(d_x, None, *[grad if grad is None else grad[0] for grad in grads[2:]])

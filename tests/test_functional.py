@@ -434,22 +434,22 @@ def test_import_does_no_work():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(
+    ("dtype", "limit", "tolerance"),
+    # Not bf16 with a limit: where g is rounded across it, the exact gradient is another one.
+    [(torch.bfloat16, None, 1e-2), (torch.float32, None, 1e-5), (torch.float32, 0.7, 1e-5)],
+)
 @pytest.mark.parametrize("case", ["plain", "no shared expert", "no tokens", "all on one expert", "all dropped", "odd"])
-def test_torch_backend_on_a_gpu(case: str, limit: float | None):
+def test_torch_backend_on_a_gpu(case: str, dtype: torch.dtype, limit: float | None, tolerance: float):
     """bf16 takes the grouped matmul unless sizes are odd; float32 goes expert by expert."""
-    width = 13 if case == "odd" else 16
-    problem = cruel_cases()[case] if case in cruel_cases() else make_problem(width=width)
-    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
-        rounded = problem.to(dtype)
-        rounded.swiglu_limit = limit
-        on_gpu = rounded.cuda()
-        torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is not zero
-        output, gradients = run_mok(on_gpu)
-        expected, expected_gradients = run_reference(rounded)
-        assert_close_rel_l2("output", output.cpu(), expected, tolerance)
-        on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
-        assert_gradients_close(rounded, on_cpu, expected_gradients, tolerance)
+    problem = (cruel_cases()[case] if case in cruel_cases() else make_problem(width=13)).to(dtype)
+    problem.swiglu_limit = limit
+    torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is not zero
+    output, gradients = run_mok(problem.cuda())
+    expected, expected_gradients = run_reference(problem)
+    assert_close_rel_l2("output", output.cpu(), expected, tolerance)
+    on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
+    assert_gradients_close(problem, on_cpu, expected_gradients, tolerance)
 
 
 @pytest.mark.gpu
