@@ -1,9 +1,9 @@
 """Compares the simulator with a real GPU on the cases of cases.py.
 
     python tests/sim/calibrate.py record results.pt [cases]     on a machine with a Hopper GPU
-    python tests/sim/calibrate.py compare results.pt            anywhere: prints a table, fails if a bit differs that must not
+    python tests/sim/calibrate.py compare results.pt            anywhere: a table; fails if a bit differs that must not
 
-docs/testing.md has the result.
+docs/simulator.md has the result.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def record(path: str, names: list[str]) -> None:
     parts = [f"{path}.{name}" for name in names]
     processes = [
         subprocess.Popen([sys.executable, __file__, "record", part, name], stderr=subprocess.PIPE, text=True)
-        for part, name in zip(parts, names)
+        for part, name in zip(parts, names, strict=True)
     ]
     recorded: dict[str, dict[str, Tensor]] = {}
-    for part, name, process in zip(parts, names, processes):
+    for part, name, process in zip(parts, names, processes, strict=True):
         _, errors = process.communicate()
         if process.returncode:
             print(f"{name}: {errors.strip().splitlines()[-1]}")

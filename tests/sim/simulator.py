@@ -104,7 +104,7 @@ def build_library() -> Path:
 
 
 def compile_ptx(source: Path, defines: Sequence[str] = (), includes: Sequence[Path] = ()) -> str:
-    """PTX of a CUDA file for sm_90a, with source lines. Cached by the content of the file and of the headers beside it."""
+    """PTX of a CUDA file for sm_90a, with source lines. Cached by the content of it and of the headers beside it."""
     flags = ["-std=c++20", "-O3", "-lineinfo", "-arch=sm_90a", "-ptx", *(f"-D{d}" for d in defines)]
     flags += [f"-I{path}" for path in includes]
     headers = [p for folder in (source.parent, *includes) for p in sorted(folder.rglob("*.*h"))]
@@ -247,8 +247,8 @@ class Module:
     ) -> None:
         """Run a kernel (extern "C" or mangled name) to its end.
 
-        args: tensors (their pointer), `TensorMap`s, bytes (a struct), ctypes values or ints (int32). Memory of tensors is
-        known for the time of the launch; tensors of `outputs` count as uninitialised before it.
+        args: tensors (their pointer), `TensorMap`s, bytes (a struct), ctypes values or ints (int32). Memory of
+        tensors is known for the time of the launch; tensors of `outputs` count as uninitialised before it.
         """
         arrays, tensors = [], []
         for arg in args:

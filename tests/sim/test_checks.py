@@ -115,7 +115,7 @@ def test_copies_at_exit() -> None:
             seed=seed,
         )
     ptx = compile_ptx(KERNELS / "copies.cu", ["NO_WAIT"])
-    with pytest.raises(SimulatorError, match="wait_group.read"):
+    with pytest.raises(SimulatorError, match=r"wait_group\.read"):
         args = [torch.zeros(4, 256), torch.zeros(4, 256), torch.zeros(256)]
         Simulator().load(ptx).launch("bulk", args=args, grid=4, block=64)
 

@@ -78,7 +78,7 @@ def test_integers() -> None:
     inputs[1] = [v or 3 for v in inputs[1]]
     out = run("integers")["out"]
     for row, formula in enumerate(INTEGER_ROWS):
-        expected = [u32(formula(*values)) for values in zip(*inputs)]
+        expected = [u32(formula(*values)) for values in zip(*inputs, strict=True)]
         assert [u32(v) for v in out[row].tolist()] == expected, f"row {row}"
 
 
@@ -175,7 +175,7 @@ def test_scales() -> None:
     down = [127, 127, 128, 126, 1, 0, 254, 254, 255, 0, 0]
     source, out = torch.tensor(values), torch.zeros(len(values), dtype=torch.int32)
     Simulator().load(SCALES).launch("scales", args=[source, out], block=len(values))
-    assert [(v & 255, v >> 8) for v in out.tolist()] == list(zip(up, down))
+    assert [(v & 255, v >> 8) for v in out.tolist()] == list(zip(up, down, strict=True))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

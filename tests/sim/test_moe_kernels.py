@@ -1,5 +1,5 @@
-"""The project's schedule and forward kernels, in the simulator, against the torch backend: several interleavings, 1, 2 and
-4 ranks, cruel routings. And faults planted into their PTX, each of which must be found."""
+"""The project's schedule and forward kernels, in the simulator, against the torch backend: several
+interleavings, 1, 2 and 4 ranks, cruel routings. And faults planted into their PTX, each of which must be found."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_forward(name: str, seed: int) -> None:
     problem = PROBLEMS[name]
-    for simulated, expected in zip(simulate(problem, seed), problem.run("torch")):
+    for simulated, expected in zip(simulate(problem, seed), problem.run("torch"), strict=True):
         num_rows = int(expected[0].expert_offsets[-1])
         assert torch.equal(simulated[0].row_route[:num_rows], expected[0].row_route)
         for field in ("expert_offsets", "route_row", "route_rank"):
@@ -178,9 +178,8 @@ def test_planted_faults(name: str, seed: int) -> None:
     change, kinds, text = FAULTS[name]
     load_extension()
     sim = Simulator(seed=seed)
-    with simulated_kernels(sim), sim.edited_ptx(change):
-        with pytest.raises(RuntimeError):
-            PROBLEMS["several blocks and tiles"].run("cuda")
+    with simulated_kernels(sim), sim.edited_ptx(change), pytest.raises(RuntimeError):
+        PROBLEMS["several blocks and tiles"].run("cuda")
     reports = sim.take_reports()
     assert kinds & {kind for kind, _ in reports}
     assert re.search(text, "\n".join(text for _, text in reports))

@@ -1,11 +1,11 @@
 // One result per instruction: out[row * n + i] for inputs a[i], b[i], c[i]. PTX ISA 9.7.1, 9.7.2, 9.7.4, 9.7.8, 9.7.9.
 #include <cstdint>
 
-#define ROW(expression)           \
-    {                             \
-        uint32_t r;               \
-        expression;               \
-        out[row++ * n + i] = r;   \
+#define ROW(expression)         \
+    {                           \
+        uint32_t r;             \
+        expression;             \
+        out[row++ * n + i] = r; \
     }
 #define ASM3(text) ROW(asm(text " %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)))
 #define ASM2(text) ROW(asm(text " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)))
@@ -56,7 +56,8 @@ extern "C" __global__ void floats(const float* as, const float* bs, const float*
     if (i >= n) return;
     const float a = as[i], b = bs[i], c = cs[i];
     int row = 0;
-#define FLOAT3(text) ROW(float f; asm(text " %0, %1, %2, %3;" : "=f"(f) : "f"(a), "f"(b), "f"(c)); r = __float_as_uint(f))
+#define FLOAT3(text) \
+    ROW(float f; asm(text " %0, %1, %2, %3;" : "=f"(f) : "f"(a), "f"(b), "f"(c)); r = __float_as_uint(f))
 #define FLOAT2(text) ROW(float f; asm(text " %0, %1, %2;" : "=f"(f) : "f"(a), "f"(b)); r = __float_as_uint(f))
 #define PACK2(text) ROW(asm(text " %0, %1, %2;" : "=r"(r) : "f"(a), "f"(b)))
 #define PACK8(text) ROW(uint16_t h; asm(text " %0, %1, %2;" : "=h"(h) : "f"(a), "f"(b)); r = h)
@@ -79,10 +80,13 @@ extern "C" __global__ void floats(const float* as, const float* bs, const float*
     TOINT("cvt.rmi.s32.f32")
     ROW(float f; asm("cvt.rn.f32.s32 %0, %1;" : "=f"(f) : "r"(__float_as_int(a))); r = __float_as_uint(f))
     ROW(float f; asm("cvt.rz.f32.u32 %0, %1;" : "=f"(f) : "r"(__float_as_uint(a))); r = __float_as_uint(f))
-    ROW(asm("{.reg .b32 x, y, z; cvt.rn.bf16x2.f32 x, %1, %2; cvt.rn.bf16x2.f32 y, %2, %3; cvt.rn.bf16x2.f32 z, %3, %1;"
-            " fma.rn.bf16x2 %0, x, y, z;}" : "=r"(r) : "f"(a), "f"(b), "f"(c)))
-    ROW(asm("{.reg .b16 x; .reg .b32 y; cvt.rn.satfinite.e4m3x2.f32 x, %1, %2; cvt.rn.f16x2.e4m3x2 %0, x;}"
-            : "=r"(r) : "f"(a), "f"(b)))
+    ROW(
+        asm("{.reg .b32 x, y, z; cvt.rn.bf16x2.f32 x, %1, %2; cvt.rn.bf16x2.f32 y, %2, %3; cvt.rn.bf16x2.f32 z, %3, %1;"
+            " fma.rn.bf16x2 %0, x, y, z;}" : "=r"(r) : "f"(a),
+            "f"(b), "f"(c)))
+    ROW(asm("{.reg .b16 x; .reg .b32 y; cvt.rn.satfinite.e4m3x2.f32 x, %1, %2; cvt.rn.f16x2.e4m3x2 %0, x;}" : "=r"(
+                r) : "f"(a),
+            "f"(b)))
 }
 
 // Approximations are compared with a tolerance: ex2, rcp, tanh, lg2, rsqrt. PTX ISA 9.7.3.
@@ -91,9 +95,14 @@ extern "C" __global__ void approximations(const float* as, float* out, int n) {
     if (i >= n) return;
     const float a = as[i];
     float r;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(a)); out[i] = r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a)); out[n + i] = r;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(a)); out[2 * n + i] = r;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(fabsf(a))); out[3 * n + i] = r;
-    asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(fabsf(a))); out[4 * n + i] = r;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
+    out[i] = r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    out[n + i] = r;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
+    out[2 * n + i] = r;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(fabsf(a)));
+    out[3 * n + i] = r;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(fabsf(a)));
+    out[4 * n + i] = r;
 }

@@ -1,4 +1,5 @@
-// Barriers of a CTA and of a cluster, mbarriers, shared memory of other CTAs (PTX ISA 9.7.13.1, .3, .15; 9.7.9.12, .23).
+// Barriers of a CTA and of a cluster, mbarriers, shared memory of other CTAs (PTX ISA 9.7.13.1, .3, .15; 9.7.9.12,
+// .23).
 #include "ptx.cuh"
 
 // Producers and consumers over named barriers: the two halves swap values through one buffer.
@@ -71,8 +72,9 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) cluster(int* out) {
     if (lane == 0) mbarrier_init(&barrier, 1), mbarrier_arrive_expect_tx(&barrier, sizeof async);
     cluster_sync();
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapa(&plain[lane], next)), "r"(rank * 100 + lane) : "memory");
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(mapa(&async[lane], next)), "r"(rank), "r"(lane), "r"(7), "r"(rank + lane), "r"(mapa(&barrier, next))
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     mapa(&async[lane], next)),
+                 "r"(rank), "r"(lane), "r"(7), "r"(rank + lane), "r"(mapa(&barrier, next))
                  : "memory");
     mbarrier_wait(&barrier, 0);
     cluster_sync();

@@ -9,8 +9,9 @@ extern "C" __global__ void cp_async(const int4* in, int4* out, int n) {
     if (t == 0) mbarrier_init(&barrier, 64);
     __syncthreads();
     auto copy = [&](int slot, int index, int bytes) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     ::"r"(shared_address(&buffer[slot][t])), "l"(in + index), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&buffer[slot][t])),
+                     "l"(in + index), "r"(bytes)
+                     : "memory");
     };
     copy(0, t, 16);
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -48,8 +49,9 @@ extern "C" __global__ void bulk(const float* in, float* out, float* sums) {
     __syncthreads();
     if (t == 0) {
         bulk_store(out + blockIdx.x * 256, buffer, sizeof buffer);
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                     ::"l"(sums), "r"(shared_address(buffer)), "r"(1024) : "memory");
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(sums),
+                     "r"(shared_address(buffer)), "r"(1024)
+                     : "memory");
         bulk_commit();
 #ifndef NO_WAIT
         bulk_wait_read<0>();
@@ -62,8 +64,8 @@ struct Map {
 };
 
 // A tile in and out again at another place; the box may hang over every edge of the tensor.
-extern "C" __global__ void tensor_tile(const __grid_constant__ Map in_map, const __grid_constant__ Map out_map, uint4* raw, int x,
-                                       int y, int out_x, int out_y, int bytes) {
+extern "C" __global__ void tensor_tile(const __grid_constant__ Map in_map, const __grid_constant__ Map out_map,
+                                       uint4* raw, int x, int y, int out_x, int out_y, int bytes) {
     extern __shared__ __align__(1024) uint4 tile[];
     __shared__ uint64_t barrier;
     const int t = threadIdx.x;
@@ -94,10 +96,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(const __grid_cons
     }
     cluster_sync();
     if (threadIdx.x == 0)
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                     "[%0], [%1, {%2, %3}], [%4], %5;"
-                     ::"r"(shared_address(tile[rank])), "l"(&map), "r"(0), "r"(rank * 16), "r"(shared_address(&barrier)),
-                     "h"(static_cast<uint16_t>(3)) : "memory");
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(tile[rank])),
+            "l"(&map), "r"(0), "r"(rank * 16), "r"(shared_address(&barrier)), "h"(static_cast<uint16_t>(3))
+            : "memory");
     mbarrier_wait(&barrier, 0);
     for (int i = threadIdx.x; i < 128; i += 32) out[rank * 128 + i] = tile[i / 64][i % 64];
     cluster_sync();

@@ -35,15 +35,20 @@ extern "C" __global__ void publish(int* data, unsigned* flag, int* out, int kind
         data[threadIdx.x] = threadIdx.x;
         if (kind != 1) __syncthreads();
         if (threadIdx.x != 0) return;
-        if (kind == 2) asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
-        else if (kind == 4) asm volatile("st.release.cta.global.u32 [%0], 1;" ::"l"(flag) : "memory");
-        else asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+        if (kind == 2)
+            asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+        else if (kind == 4)
+            asm volatile("st.release.cta.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+        else
+            asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
         return;
     }
     unsigned seen = 0;
     while (!seen) {
-        if (kind == 3) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-        else asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        if (kind == 3)
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        else
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
     }
     out[threadIdx.x] = data[63 - threadIdx.x];
 }
@@ -117,13 +122,15 @@ extern "C" __global__ void copy_in_flight_at_exit(const float* in, float* out) {
 }
 
 // Ranks meet through flags in each other's memory, then read the peer's data. kind 1: the scope is too narrow.
-extern "C" __global__ void exchange(int* mine, unsigned* my_flag, const int* theirs, const unsigned* their_flag, int* out,
-                                    int kind) {
+extern "C" __global__ void exchange(int* mine, unsigned* my_flag, const int* theirs, const unsigned* their_flag,
+                                    int* out, int kind) {
     mine[threadIdx.x] = threadIdx.x + 1000 * kind;
     __syncthreads();
     if (threadIdx.x == 0) {
-        if (kind == 1) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(my_flag) : "memory");
-        else asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(my_flag) : "memory");
+        if (kind == 1)
+            asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(my_flag) : "memory");
+        else
+            asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(my_flag) : "memory");
         unsigned seen = 0;
         while (!seen) asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(their_flag) : "memory");
     }

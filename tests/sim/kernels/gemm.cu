@@ -1,13 +1,23 @@
-// c[m, n] = a[m, k] b[n, k]^T in the usual warp-specialised form: a producer warp fills a ring by TMA, a consumer warpgroup
-// multiplies, its epilogue stores through shared memory by TMA. Tiles of 64 x 64 x 64, persistent over the tiles.
-// BUG plants one fault each; tests/sim/test_checks.py says which check finds it.
+// c[m, n] = a[m, k] b[n, k]^T in the usual warp-specialised form: a producer warp fills a ring by TMA, a consumer
+// warpgroup multiplies, its epilogue stores through shared memory by TMA. Tiles of 64 x 64 x 64, persistent over the
+// tiles. BUG plants one fault each; tests/sim/test_checks.py says which check finds it.
 #include "ptx.cuh"
 
 #ifndef BUG
 #define BUG 0
 #endif
-enum { kNoBug, kNoProxyFence, kCountOffByOne, kReusedTooEarly, kSwappedSwizzle, kNoAcquire, kNeverArrives, kStagingReused,
-       kNoWgmmaWait, kNoInitFence };
+enum {
+    kNoBug,
+    kNoProxyFence,
+    kCountOffByOne,
+    kReusedTooEarly,
+    kSwappedSwizzle,
+    kNoAcquire,
+    kNeverArrives,
+    kStagingReused,
+    kNoWgmmaWait,
+    kNoInitFence
+};
 
 struct Map {
     alignas(64) uint4 words[8];
@@ -22,8 +32,8 @@ struct Storage {
 };
 
 extern "C" __global__ void __launch_bounds__(160, 1)
-    gemm(const __grid_constant__ Map a_map, const __grid_constant__ Map b_map, const __grid_constant__ Map c_map, int m, int n,
-         int k, unsigned* ready, unsigned* finished) {
+    gemm(const __grid_constant__ Map a_map, const __grid_constant__ Map b_map, const __grid_constant__ Map c_map, int m,
+         int n, int k, unsigned* ready, unsigned* finished) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Storage& s = *reinterpret_cast<Storage*>(memory);
     const int t = threadIdx.x, tiles = m / 64 * (n / 64);
@@ -58,8 +68,9 @@ extern "C" __global__ void __launch_bounds__(160, 1)
             mbarrier_wait(&s.full[stage], phase);
             wgmma_fence();
             for (int step = 0; step < 4; ++step)
-                wgmma_64x64<0, 0>(acc, descriptor(shared_address(s.a[stage]) + step * 32, 16, 1024, BUG == kSwappedSwizzle ? 2 : 1),
-                                  descriptor(shared_address(s.b[stage]) + step * 32, 16, 1024, 1), d > 0 || step > 0);
+                wgmma_64x64<0, 0>(
+                    acc, descriptor(shared_address(s.a[stage]) + step * 32, 16, 1024, BUG == kSwappedSwizzle ? 2 : 1),
+                    descriptor(shared_address(s.b[stage]) + step * 32, 16, 1024, 1), d > 0 || step > 0);
             wgmma_commit();
             if (BUG == kReusedTooEarly) previous = stage;
             wgmma_wait<1>();
@@ -97,6 +108,9 @@ extern "C" __global__ void __launch_bounds__(160, 1)
     }
     // Reads one element of the last tile through another path than it was written.
     unsigned short last;
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(last) : "l"(reinterpret_cast<unsigned short*>(finished + 4) + m * n - 1) : "memory");
+    asm volatile("ld.global.u16 %0, [%1];"
+                 : "=h"(last)
+                 : "l"(reinterpret_cast<unsigned short*>(finished + 4) + m * n - 1)
+                 : "memory");
     *finished = last;
 }

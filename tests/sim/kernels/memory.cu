@@ -12,7 +12,8 @@ extern "C" __global__ void memory(const int4* in, int4* out, unsigned* counters,
     for (int k = 0; k < 16; ++k) local[k] = k * t;
     int4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(in + i));
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(in + i));
     staged[t] = v.x;
     __syncthreads();
     int* generic = t % 2 ? staged + (t + 1) % blockDim.x : local + (v.y & 15);

@@ -19,8 +19,10 @@ extern "C" __global__ void warp_exchange(const int* in, int* out) {
     uint32_t is_leader;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(is_leader));
     put(__popc(__ballot_sync(kAll, is_leader)));
-    if (lane % 2) put(__shfl_sync(0xaaaaaaaa, v, 31));
-    else put(__activemask() & 0x55555555 ? 1 : 0);
+    if (lane % 2)
+        put(__shfl_sync(0xaaaaaaaa, v, 31));
+    else
+        put(__activemask() & 0x55555555 ? 1 : 0);
 }
 
 __device__ __noinline__ int collatz(int n) {
@@ -37,16 +39,32 @@ extern "C" __global__ void divergence(const int* in, int* out) {
     __syncwarp();
     int r = collatz(in[lane]);
     switch (in[lane] & 7) {
-        case 0: r += 100; break;
-        case 1: r = r * 3 + in[lane]; break;
-        case 2: r ^= 0x55; break;
-        case 3: r = -r; break;
-        case 4: r = __popc(r); break;
-        case 5: r = r * r; break;
-        case 6: r += lane; break;
-        default: r = 7;
+        case 0:
+            r += 100;
+            break;
+        case 1:
+            r = r * 3 + in[lane];
+            break;
+        case 2:
+            r ^= 0x55;
+            break;
+        case 3:
+            r = -r;
+            break;
+        case 4:
+            r = __popc(r);
+            break;
+        case 5:
+            r = r * r;
+            break;
+        case 6:
+            r += lane;
+            break;
+        default:
+            r = 7;
     }
-    while (turn != 31 - lane) {}
+    while (turn != 31 - lane) {
+    }
     turn = turn + 1;
     __syncwarp();
     out[lane] = r;

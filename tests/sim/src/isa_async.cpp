@@ -319,7 +319,7 @@ void issue_load(Warp& w, const Op& op, TileCopy copy, uint32_t destination, uint
     check_mbarrier_fence(m, w, op, b);
     ++owner->async_in_flight;
     m.add_async(*owner, [&m, copy = std::move(copy), order, owner, offset = static_cast<uint32_t>(to.offset),
-                                barrier = b.offset, id = op.id] {
+                         barrier = b.offset, id = op.id] {
         --owner->async_in_flight;
         auto found = owner->mbarriers.find(barrier);
         if (found == owner->mbarriers.end())

@@ -15,7 +15,7 @@ constexpr int kErrorLaunchFailure = 719;  // cudaErrorLaunchFailure
 constexpr uint64_t kStallSteps = 200'000;
 constexpr uint64_t kFirstJumpNs = 1'000'000;
 constexpr uint64_t kDeadlockNs = 1'000'000'000;  // virtual time without progress that is reported
-constexpr int kFreeTries = 600;  // more than the kernels make between two looks at the clock
+constexpr int kFreeTries = 600;                  // more than the kernels make between two looks at the clock
 
 std::string format(const char* pattern, ...) {
     va_list args;
@@ -180,7 +180,8 @@ std::string Machine::table() {
                         static const char* states[] = {"runs", "waits", "waits to converge", "waits in __syncwarp"};
                         const std::string what = g.state == Group::kBlocked ? describe_wait(*w) : "";
                         text += format("  %-28s lanes %08x %-18s %s | %s\n", name_of(*w).c_str(), g.mask,
-                                       w->wake_step && g.state == Group::kReady ? "polls" : states[g.state], what.c_str(), source(l->program->ops[g.pc].id).c_str());
+                                       w->wake_step && g.state == Group::kReady ? "polls" : states[g.state],
+                                       what.c_str(), source(l->program->ops[g.pc].id).c_str());
                     }
                 }
     return text;
@@ -395,8 +396,10 @@ void Machine::end_cta(Cta& cta) {
                    1);
         for (auto& [offset, b] : cta.mbarriers)
             if (b.copied > b.observed)
-                report("leak", format("copies that complete on mbarrier shared+%u of CTA %u were not waited for at its exit",
-                                      offset, cta.index), 3);
+                report("leak",
+                       format("copies that complete on mbarrier shared+%u of CTA %u were not waited for at its exit",
+                              offset, cta.index),
+                       3);
         for (auto& group : cta.warpgroups)
             if (!group.pending.empty()) report("leak", format("wgmma in flight at exit of CTA %u", cta.index), 2);
     }

@@ -137,7 +137,7 @@ struct Warp {
     uint32_t hold = 0;  // instructions that the group may still run before another one's turn
 
     bool is_done = false, is_queued = false;
-    int free_tries = 0;  // so many try_waits give up at once, because nothing else moves
+    int free_tries = 0;      // so many try_waits give up at once, because nothing else moves
     uint64_t wake_step = 0;  // asleep until then if not 0
     Wait wait;
 
@@ -182,7 +182,7 @@ struct Mbarrier {  // PTX ISA 9.7.13.15
     uint32_t offset = 0;
     uint32_t expected = 0, pending = 0;
     int64_t tx = 0;
-    uint32_t phase = 0;  // completed phases
+    uint32_t phase = 0;                 // completed phases
     uint32_t copied = 0, observed = 0;  // phases up to the last copy's, and up to the last successful wait's
     bool is_fenced = false;
     Entity entity = 0;  // the copies that complete on it
@@ -260,8 +260,8 @@ struct Launch {
     uint32_t dynamic_shared = 0;
     std::vector<uint8_t> param_storage;
     uint8_t* params = nullptr;  // in param_storage, aligned as tensor maps need it
-    int rank = 0;        // virtual device
-    uint64_t queue = 0;  // launches of one queue run in order
+    int rank = 0;               // virtual device
+    uint64_t queue = 0;         // launches of one queue run in order
     uint64_t number = 0;
     uint32_t next_cluster = 0, num_clusters = 0;
     std::vector<std::shared_ptr<Cluster>> clusters;  // resident

@@ -28,9 +28,9 @@ enum AccessKind : uint8_t {
     kRead = 0,
     kWrite = 1,
     kStrong = 2,
-    kAsync = 4,    // through the async proxy
-    kReadOnly = 8,        // ld.global.nc: nobody may write this while the kernel runs
-    kAnyContent = 16      // may read what nobody has written: copies pass that on, see copy_initialized
+    kAsync = 4,       // through the async proxy
+    kReadOnly = 8,    // ld.global.nc: nobody may write this while the kernel runs
+    kAnyContent = 16  // may read what nobody has written: copies pass that on, see copy_initialized
 };
 
 // Who accesses, from which instruction, and what had been seen when the access was ordered.
