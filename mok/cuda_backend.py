@@ -107,7 +107,7 @@ def _aligned(num_bytes: int) -> int:
 class CudaBuffers:
     """What the kernels keep between calls in a workspace."""
 
-    error: Tensor
+    error: ops.ErrorRecord
     counters: Tensor
     peers: PeerMemory | None
     block_counters: dict[str, ops.BlockCounters] = field(default_factory=dict)
@@ -132,9 +132,10 @@ def make_buffers(workspace: MoKWorkspace) -> CudaBuffers:
     size = workspace.communicator.size
     if size > ops.MAX_RANKS:
         raise ValueError(f"group: expected at most {ops.MAX_RANKS} ranks, got {size}")
+    counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=workspace.device)
     return CudaBuffers(
-        error=ops.new_error_record(),
-        counters=torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=workspace.device),
+        error=ops.ErrorRecord(ops.new_error_memory(), counters),
+        counters=counters,
         peers=PeerMemory.make(workspace) if size > 1 else None,
     )
 
@@ -145,7 +146,7 @@ def _empty(workspace: MoKWorkspace, *shape: int, dtype: torch.dtype = torch.bflo
 
 def _launch(workspace: MoKWorkspace) -> ops.Launch:
     buffers: CudaBuffers = workspace.buffers
-    ops.raise_error(buffers.error, buffers.counters)  # of an earlier call: the kernels run on while the host does
+    buffers.error.raise_error()  # of an earlier call: the kernels run on while the host does
     return ops.Launch(
         workspace.device, workspace.config.num_sms or 0, workspace.config.timeout_s, buffers.error, buffers.counters
     )
@@ -154,7 +155,7 @@ def _launch(workspace: MoKWorkspace) -> ops.Launch:
 def check(workspace: MoKWorkspace) -> None:
     """Wait for the GPU and raise what its kernels have reported."""
     torch.cuda.synchronize(workspace.device)
-    ops.raise_error(workspace.buffers.error, workspace.buffers.counters)
+    workspace.buffers.error.raise_error()
 
 
 def _ranks(workspace: MoKWorkspace, route_output: Tensor | None) -> ops.Ranks:

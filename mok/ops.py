@@ -1,7 +1,7 @@
 """The compiled kernels as functions of tensors; the only module that imports `mok._C`.
 
 Nothing here waits for the GPU or checks meaning (`mok.functional` does); a kernel that gives up a wait writes an error
-record to pinned memory, which `raise_error` turns into an exception.
+record to pinned memory, which `ErrorRecord` turns into an exception.
 """
 
 from __future__ import annotations
@@ -31,27 +31,34 @@ _ERRORS = {
 }
 
 
-def raise_error(record: Tensor, counters: Tensor) -> None:
-    """Raise what a kernel has reported in `record` (pinned uint8), once.
+class ErrorRecord:
+    """Pinned memory where a kernel that gives up a wait says why. `counters` is that of the launches."""
 
-    ValueError for bad input that only the GPU could see, RuntimeError for a wait that ran out of time; naming rank, who
-    is waited for, the expected and the seen value.
-    """
-    code, rank, cta, task, expected, seen = struct.unpack("<iiiiqq", record.numpy().tobytes())
-    if code <= 0:
-        return
-    record.zero_()
-    counters[-1] = 0
-    message = _ERRORS[code].format(rank=rank, task=task, expected=expected, seen=seen)
-    if code >= 8:
-        raise ValueError(message)
-    raise RuntimeError(
-        f"mok kernel timed out on rank {rank}, thread block {cta}: {message} (expected {expected}, saw {seen}); "
-        f"MoKConfig.timeout_s sets the limit"
-    )
+    def __init__(self, memory: Tensor, counters: Tensor) -> None:
+        self.memory, self.counters = memory, counters
+        self._bytes = memory.numpy()  # a view; reading it does not wait for the GPU
+
+    def raise_error(self) -> None:
+        """Raise what a kernel has reported, once.
+
+        ValueError for bad input that only the GPU could see, RuntimeError for a wait that ran out of time; naming rank,
+        who is waited for, the expected and the seen value.
+        """
+        if not self._bytes[0]:
+            return
+        code, rank, cta, task, expected, seen = struct.unpack("<iiiiqq", self._bytes.tobytes())
+        self.memory.zero_()
+        self.counters[-1] = 0
+        message = _ERRORS[code].format(rank=rank, task=task, expected=expected, seen=seen)
+        if code >= 8:
+            raise ValueError(message)
+        raise RuntimeError(
+            f"mok kernel timed out on rank {rank}, thread block {cta}: {message} (expected {expected}, saw {seen}); "
+            f"MoKConfig.timeout_s sets the limit"
+        )
 
 
-def new_error_record() -> Tensor:
+def new_error_memory() -> Tensor:
     return torch.zeros(_C.ERROR_RECORD_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
@@ -69,7 +76,7 @@ class Launch:
     device: torch.device
     num_sms: int
     timeout_s: float
-    error: Tensor
+    error: ErrorRecord
     counters: Tensor
 
     def settings(self) -> _C.LaunchSettings:
@@ -80,7 +87,7 @@ class Launch:
         return settings
 
     def fill(self, params: _C.ScheduleParams | _C.ForwardParams) -> None:
-        params.error = self.error.data_ptr()
+        params.error = self.error.memory.data_ptr()
         params.timeout_ns = int(self.timeout_s * 1e9)
 
 

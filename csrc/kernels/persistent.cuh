@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::setmaxnreg_dec<kHelperRegisters>();
         if (warp < kLoadWarps) {
             load_role<Program>(params, maps, storage);
-        } else if (warp == kLoadWarps) {
+        } else if (warp == kLoadWarps && ptx::cluster_ctarank() == 0) {
             scheduler_role<Program>(params, storage);
-        } else {
-            Program::background(params, storage.copy, warp - kLoadWarps - 1);
+        } else {  // the other CTAs' scheduler warps have nothing to schedule
+            Program::background(params, storage.copy, kHelperWarps - 1 - warp);
         }
     } else {
         ptx::setmaxnreg_inc<kMmaRegisters>();

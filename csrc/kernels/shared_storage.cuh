@@ -11,7 +11,6 @@ constexpr int kTileBytesA = kTileRows * kTileRowBytes;
 constexpr int kTileBytesB = kTileColumns * kTileRowBytes;
 constexpr int kHelperWarps = kWarpgroupThreads / kWarpSize;
 constexpr int kLoadWarps = 1;
-constexpr int kBackgroundWarps = kHelperWarps - kLoadWarps - 1;
 
 // Staging of the bulk copies that one background thread makes.
 constexpr int kCopyBytes = 16384;

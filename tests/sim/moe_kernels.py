@@ -129,7 +129,7 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(ops, "num_sms", lambda device: ops._C.device_num_sms(0)),
         mock.patch.object(ops.Launch, "settings", settings_on_device_0),
-        mock.patch.object(ops, "new_error_record", lambda: zeros(ops._C.ERROR_RECORD_BYTES, dtype=torch.uint8)),
+        mock.patch.object(ops, "new_error_memory", lambda: zeros(ops._C.ERROR_RECORD_BYTES, dtype=torch.uint8)),
         mock.patch.object(Tensor, "data_ptr", known_pointer),
         mock.patch.object(VirtualGroup, "run", run_ranks),
     ):

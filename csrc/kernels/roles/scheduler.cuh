@@ -22,9 +22,10 @@ __device__ __forceinline__ void publish_task(SharedStorage& storage, RingPositio
     }
 }
 
+// One thread of the first CTA of a cluster.
 template <class Program>
 __device__ __forceinline__ void scheduler_role(typename Program::Params const& params, SharedStorage& storage) {
-    if (ptx::cluster_ctarank() != 0 || threadIdx.x % kWarpSize != 0) return;
+    if (threadIdx.x % kWarpSize != 0) return;
     WaitReport const report = Program::report(params);
     auto const tasks = Program::tasks(params);
     RingPosition<kTaskSlots> at;
