@@ -47,6 +47,14 @@ def test_misaligned() -> None:
     found("align", r"not a multiple of 16\n.*faults\.cu:10", "misaligned", ints(64), ints(32, 4), block=32)
 
 
+def test_misaligned_tensor_store() -> None:
+    sim = Simulator()
+    source, target, raw = ints(40, 36), ints(40, 36), ints(8, 8)
+    args = [*(sim.tensor_map(t, (8, 8)) for t in (source, target)), raw, 4, 3, 2, 3, 256]
+    with pytest.raises(SimulatorError, match="innermost coordinate 2"):
+        kernel_module(sim, "copies").launch("tensor_tile", args=args, block=64, shared=8192)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_uninitialised(seed: int) -> None:
     found("init", "uninitialised memory: shared memory", "uninitialised_shared", ints(64), seed=seed)

@@ -564,6 +564,12 @@ Status tensor_copy(Warp& w, const Op& op, uint32_t mask) {
         if (op.x & kPrefetch) continue;
         const auto shared = static_cast<uint32_t>(get_address(w, op, 1).lane(w, lane));
         if (!(op.x & kToShared)) {
+            // Not in the PTX ISA, but an H200 ends the kernel with an illegal instruction.
+            if (coordinates[0] * map.element_bytes % 16)
+                Machine::get().fatal(
+                    "align",
+                    format("tensor store at innermost coordinate %d: not a multiple of 16 bytes", coordinates[0]), &w,
+                    &op);
             const ElementType type = map.element_bytes == 8   ? (map.is_float ? kF64 : kU64)
                                      : map.element_bytes == 4 ? (map.is_float    ? kF32
                                                                  : map.is_signed ? kS32
