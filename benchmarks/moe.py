@@ -181,9 +181,10 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="T = 1, 8 and 64 instead")
     arguments = parser.parse_args()
     for index in map(int, arguments.shapes.split(",")):
-        tokens, *sizes = SHAPES[index]
+        tokens, hidden_size, width, num_experts, top_k = SHAPES[index]
         for count in DECODE_TOKENS if arguments.decode else (tokens,):
-            report(f"{(count, *sizes)}", Problem.make(count, *sizes, arguments.skew))
+            sizes = (count, hidden_size, width, num_experts, top_k)
+            report(str(sizes), Problem.make(*sizes, arguments.skew))
             torch.cuda.empty_cache()
 
 

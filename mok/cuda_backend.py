@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -164,8 +165,10 @@ def _ranks(workspace: MoKWorkspace, route_output: Tensor | None) -> ops.Ranks:
     if peers is None:
         outputs = [] if route_output is None else [route_output.data_ptr()]
         return ops.Ranks(rank, size, workspace.num_local_tokens, [], [], outputs, [], False)
-    parts = [peers.part(index) for index in range(4)]
-    return ops.Ranks(rank, size, workspace.num_local_tokens, *parts, peers.has_device_barriers)
+    ids, published_x, outputs, flags = (peers.part(index) for index in range(4))
+    return ops.Ranks(
+        rank, size, workspace.num_local_tokens, ids, published_x, outputs, flags, peers.has_device_barriers
+    )
 
 
 # The interface of a backend
@@ -217,9 +220,8 @@ def forward(
         return torch_backend.forward(
             workspace, view.schedule, x, router_weights, weights, swiglu_limit, save_for_backward
         )
-    shared_gate, shared_up, shared_down, *routed_weights = weights
-    shared = None if shared_gate is None else (shared_gate, shared_up, shared_down)
-    routed = tuple(routed_weights)
+    shared = cast(ops.Mlp, weights[:3]) if weights.shared_gate is not None else None
+    routed = cast(ops.Mlp, weights[3:])
     single = workspace.communicator.size == 1
     num_tokens, topk = router_weights.shape
     route_output = _empty(workspace, num_tokens * topk, workspace.hidden_size) if single else None
@@ -295,8 +297,8 @@ def _forward_buffers(
     workspace: MoKWorkspace,
     schedule: CudaSchedule,
     x: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None,
-    routed: tuple[Tensor, Tensor, Tensor],
+    shared: ops.Mlp | None,
+    routed: ops.Mlp,
     save_for_backward: bool,
 ) -> ops.ForwardBuffers:
     sms = workspace.config.num_sms or ops.num_sms(workspace.device)

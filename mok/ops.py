@@ -170,6 +170,10 @@ def segment_plan(hidden_size: int, intermediate_size: int, sms: int) -> _C.Segme
     return _C.plan_segment(hidden_size, intermediate_size, sms)
 
 
+# Gate, up and down of some MLPs: each [experts, rows, columns], or [rows, columns] of one.
+Mlp = tuple[Tensor, Tensor, Tensor]
+
+
 def _view(weight: Tensor) -> _C.MatrixView:
     stacked = weight if weight.dim() == 3 else weight[None]
     return _C.MatrixView(stacked.data_ptr(), stacked.stride(0), stacked.stride(1))
@@ -221,8 +225,8 @@ def forward(
     counters: BlockCounters,
     x: Tensor,
     router_weights: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None,
-    routed: tuple[Tensor, Tensor, Tensor],
+    shared: Mlp | None,
+    routed: Mlp,
     swiglu_limit: float | None,
     buffers: ForwardBuffers,
     *,
