@@ -77,9 +77,12 @@ def main() -> int:
         print(__doc__.strip())
         return 0 if job in ("-h", "--help") else 2
     install(job)
+    # A waiting OpenMP thread sleeps soon instead of spinning: where other programs keep the cores busy, fine-tuning is
+    # more than twice as fast with it (2 cores, 2 busy programs beside it), and as fast as before where none does.
+    env = {"GOMP_SPINCOUNT": "1000", **os.environ}
     if job == "finetune":
-        return subprocess.run([PYTHON, ROOT / "examples" / "finetune.py", *arguments]).returncode
-    return subprocess.run([PYTHON, "-m", "pytest", *arguments], cwd=ROOT).returncode
+        return subprocess.run([PYTHON, ROOT / "examples" / "finetune.py", *arguments], env=env).returncode
+    return subprocess.run([PYTHON, "-m", "pytest", *arguments], env=env, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":
