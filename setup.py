@@ -1,7 +1,7 @@
-"""Builds `mok._C` with nvcc where there is one; without it the package installs as pure Python and says so in `mok.info()`.
+"""Builds `mok._C` with nvcc where there is one; without it the package installs as pure Python, as `mok.info()` says.
 
-`MOK_ARCH` chooses what is compiled: SM90, SM100, SM103, a comma-separated list, `all` or `none`. Default: the architectures of the
-NVIDIA GPUs of this machine, else all.
+`MOK_ARCH` chooses what is compiled: SM90, SM100, SM103, a comma-separated list, `all` or `none`. Default: the
+architectures of the NVIDIA GPUs of this machine, else all.
 """
 
 import os
@@ -16,14 +16,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-# Compute capability of each architecture that the kernels can be compiled for. The letter gives access to its tensor-core instructions.
+# Compute capability of each architecture that the kernels can be compiled for. The letter gives access to its
+# tensor-core instructions.
 ARCHITECTURES = {"SM90": "90a"}
 DEVICE_SOURCES = ("csrc/host/moe.cu",)
 HOST_SOURCES = ("csrc/host/tensor_map.cpp", "csrc/bindings/module.cpp")
 
 
 def find_nvcc() -> Path | None:
-    """nvcc on PATH, in CUDA_HOME, or in the wheels nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt and nvidia-cuda-cccl."""
+    """nvcc on PATH, in CUDA_HOME, or in the wheels nvidia-cuda-nvcc, -crt, -cccl and nvidia-nvvm."""
     candidates = [shutil.which("nvcc")]
     if "CUDA_HOME" in os.environ:
         candidates.append(str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"))
@@ -39,7 +40,9 @@ def gpu_architectures() -> list[str]:
         capabilities = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [name for name in ARCHITECTURES if ARCHITECTURES[name].rstrip("af") in {c.replace(".", "") for c in capabilities}]
+    return [
+        name for name in ARCHITECTURES if ARCHITECTURES[name].rstrip("af") in {c.replace(".", "") for c in capabilities}
+    ]
 
 
 def requested_architectures() -> list[str]:
@@ -70,8 +73,9 @@ class BuildKernels(build_ext):
         assert nvcc is not None  # the extension is only declared when nvcc is there
         python_include = os.environ.get("MOK_PYTHON_INCLUDE", sysconfig.get_paths()["include"])
         codes = [ARCHITECTURES[name] for name in requested_architectures()]
-        flags = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror", "-Werror=all-warnings"]
-        flags += ["--diag-suppress=186", f"-DMOK_ARCHITECTURES=\"{','.join(codes)}\""]
+        flags = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"]
+        flags += ["-Werror=all-warnings"]
+        flags += ["--diag-suppress=186", f'-DMOK_ARCHITECTURES="{",".join(codes)}"']
         flags += [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
         flags += ["-isystem", pybind11.get_include(), "-isystem", python_include]
         objects = Path(self.build_temp)
