@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -76,11 +77,12 @@ def load_extension() -> ModuleType:
 
 
 @contextmanager
-def simulated_kernels(sim: Simulator) -> Iterator[None]:
+def simulated_kernels(sim: Simulator, *, device_barriers: bool = False) -> Iterator[None]:
     """Within, `MoKConfig(backend="cuda")` works on CPU tensors and runs the kernels in `sim`.
 
     Every tensor whose pointer reaches a kernel is known to the simulator with its bounds, and what the backend
-    allocates without a value counts as uninitialised.
+    allocates without a value counts as uninitialised. With `device_barriers` virtual ranks meet inside the kernels,
+    as the GPUs of a process group do, instead of on the host.
     """
     load_extension()
     from mok import _backends, cuda_backend, ops
@@ -106,6 +108,11 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
             )
         return tensor
 
+    make_peers = cuda_backend.PeerMemory.make
+
+    def make_peers_with_barriers(workspace: object) -> object:
+        return replace(make_peers(workspace), has_device_barriers=device_barriers)
+
     run_group = VirtualGroup.run
 
     def run_ranks(group: VirtualGroup, fn: Callable[[object], object]) -> list[object]:
@@ -125,6 +132,7 @@ def simulated_kernels(sim: Simulator) -> Iterator[None]:
     with (
         mock.patch.object(_backends, "backend_problem", lambda name, device: None),
         mock.patch.object(cuda_backend, "_empty", empty),
+        mock.patch.object(cuda_backend.PeerMemory, "make", make_peers_with_barriers),
         mock.patch.object(torch.cuda, "current_stream", lambda device=None: stream),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(ops, "num_sms", lambda device: ops._C.device_num_sms(0)),

@@ -3,9 +3,10 @@ interleavings, 1, 2 and 4 ranks, cruel routings. And faults planted into their P
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -29,15 +30,24 @@ class Problem:
     shared_size: int = 0
     routing: str = "random"
     swiglu_limit: float | None = None
+    is_uneven: bool = False  # the last rank has no tokens, the others in between
+    capacity_multiplier: float | None = None  # default: room for any routing
 
-    def top_experts(self, generator: torch.Generator) -> Tensor:
-        shape = (self.num_tokens, self.top_k)
-        scores = torch.rand(self.num_tokens, self.num_experts, generator=generator)
+    def tokens_of(self, rank: int) -> int:
+        return (
+            self.num_tokens * (self.num_ranks - 1 - rank) // (self.num_ranks - 1) if self.is_uneven else self.num_tokens
+        )
+
+    def top_experts(self, rank: int, generator: torch.Generator) -> Tensor:
+        shape = (self.tokens_of(rank), self.top_k)
+        scores = torch.rand(shape[0], self.num_experts, generator=generator)
         ids = scores.topk(self.top_k).indices
         if self.routing == "dropped":
             ids[torch.rand(shape, generator=generator) < 0.3] = -1
         if self.routing == "all dropped":
             ids[:] = -1
+        if self.routing == "all to one":
+            ids = torch.full(shape, self.num_experts - 1)
         if self.routing == "one expert":
             ids = torch.full(shape, -1)
             ids[:, 0] = self.num_experts - 1
@@ -51,12 +61,14 @@ class Problem:
             return (torch.randn(shape, generator=g) * 0.2).bfloat16()
 
         e, h, i, s = self.num_experts, self.hidden_size, self.intermediate_size, self.shared_size
-        x = [normal(self.num_tokens, h) * 5 for _ in range(self.num_ranks)]
+        ranks = range(self.num_ranks)
+        x = [normal(self.tokens_of(r), h) * 5 for r in ranks]
         gate_up, down = normal(e, 2 * i, h), normal(e, h, i)
         shared = (normal(s, h), normal(s, h), normal(h, s)) if s else (None, None, None)
-        ids = [self.top_experts(g) for _ in range(self.num_ranks)]
-        weights = [torch.randn(self.num_tokens, self.top_k, generator=g) for _ in range(self.num_ranks)]
-        config = MoKConfig(backend=backend)
+        ids = [self.top_experts(r, g) for r in ranks]
+        weights = [torch.randn(self.tokens_of(r), self.top_k, generator=g) for r in ranks]
+        multiplier = self.capacity_multiplier or float(self.num_ranks)
+        config = MoKConfig(backend=backend, schedule_capacity_multiplier=multiplier)
 
         def rank(member: object) -> tuple[object, Tensor, object]:
             r, local = member.rank(), e // self.num_ranks
@@ -74,14 +86,18 @@ class Problem:
             output, context = functional.forward(
                 config, workspace, schedule, x[r], weights[r], *shared, *routed, self.swiglu_limit
             )
+            if backend == "cuda":
+                importlib.import_module("mok.cuda_backend").check(workspace)
             return schedule, output, context
 
         return VirtualGroup(self.num_ranks).run(rank)
 
 
-def simulate(problem: Problem, seed: int, **settings: float) -> list[tuple[object, Tensor, object]]:
-    sim = Simulator(seed=seed, **settings)
-    with simulated_kernels(sim):
+def simulate(
+    problem: Problem, seed: int, *, device_barriers: bool = False, **settings: float
+) -> list[tuple[object, Tensor, object]]:
+    sim = Simulator(seed=seed, num_ranks=problem.num_ranks if device_barriers else 1, **settings)
+    with simulated_kernels(sim, device_barriers=device_barriers):
         result = problem.run("cuda")
     sim.raise_reports()
     return result
@@ -97,6 +113,9 @@ PROBLEMS = {
     "one token": Problem(num_tokens=1, num_experts=8, top_k=8),
     "two ranks": Problem(num_ranks=2, num_tokens=50, shared_size=64, routing="dropped"),
     "two ranks, one expert": Problem(num_ranks=2, num_tokens=90, routing="one expert"),
+    "two ranks, the other has no tokens": Problem(num_ranks=2, num_tokens=70, is_uneven=True, shared_size=64),
+    "four uneven ranks": Problem(num_ranks=4, num_tokens=60, num_experts=4, is_uneven=True),
+    "no tokens": Problem(num_tokens=0),
     "four ranks": Problem(num_ranks=4, num_tokens=30, num_experts=8, top_k=3),
 }
 
@@ -104,8 +123,20 @@ PROBLEMS = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_forward(name: str, seed: int) -> None:
-    problem = PROBLEMS[name]
-    for simulated, expected in zip(simulate(problem, seed), problem.run("torch"), strict=True):
+    check_results(simulate(PROBLEMS[name], seed), PROBLEMS[name])
+
+
+RANK_PROBLEMS = [name for name, problem in PROBLEMS.items() if problem.num_ranks > 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", RANK_PROBLEMS)
+def test_ranks_that_meet_inside_the_kernel(name: str, seed: int) -> None:
+    check_results(simulate(PROBLEMS[name], seed, device_barriers=True), PROBLEMS[name])
+
+
+def check_results(results: list[tuple[object, Tensor, object]], problem: Problem) -> None:
+    for simulated, expected in zip(results, problem.run("torch"), strict=True):
         num_rows = int(expected[0].expert_offsets[-1])
         assert torch.equal(simulated[0].row_route[:num_rows], expected[0].row_route)
         for field in ("expert_offsets", "route_row", "route_rank"):
@@ -114,6 +145,13 @@ def test_forward(name: str, seed: int) -> None:
         for field in ("gate_up", "shared_gate_up"):
             actual, wanted = getattr(simulated[2], field), getattr(expected[2], field)
             assert relative_l2(actual[: len(wanted)], wanted) < 2e-3, field
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_schedule_overflow_is_an_error(seed: int) -> None:
+    problem = replace(PROBLEMS["two ranks, one expert"], capacity_multiplier=1.0)
+    with pytest.raises(ValueError, match="schedule_capacity_multiplier: expected at most 180 routed rows"):
+        simulate(replace(problem, top_k=2, routing="all to one"), seed)
 
 
 def test_forward_does_not_depend_on_the_interleaving() -> None:
@@ -180,6 +218,33 @@ def test_planted_faults(name: str, seed: int) -> None:
     sim = Simulator(seed=seed)
     with simulated_kernels(sim), sim.edited_ptx(change), pytest.raises(RuntimeError):
         PROBLEMS["several blocks and tiles"].run("cuda")
+    reports = sim.take_reports()
+    assert kinds & {kind for kind, _ in reports}
+    assert re.search(text, "\n".join(text for _, text in reports))
+
+
+def without_release_between_ranks(text: str) -> str:
+    """Relaxed flags, and no fence before them."""
+    return edit(r"fence\.acq_rel\.sys;", "")(edit(r"st\.release\.sys", "st.relaxed.sys")(text))
+
+
+# The same for ranks that meet inside the kernel.
+RANK_FAULTS = {
+    "flag with device scope": (edit(r"st\.release\.sys", "st.release.gpu"), {"race"}, "data race"),
+    "flag without release": (without_release_between_ranks, {"race"}, "data race"),
+    "flag without acquire": (edit(r"ld\.acquire\.sys", "ld.relaxed.sys"), {"race"}, "data race"),
+    "flag never set": (edit(r"st\.release\.sys[^;]*;", ""), {"deadlock"}, "rank 0(?s:.*)polls(?s:.*)rank 1"),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", RANK_FAULTS)
+def test_planted_faults_between_ranks(name: str, seed: int) -> None:
+    change, kinds, text = RANK_FAULTS[name]
+    load_extension()
+    sim = Simulator(seed=seed, num_ranks=2)
+    with simulated_kernels(sim, device_barriers=True), sim.edited_ptx(change), pytest.raises(RuntimeError):
+        PROBLEMS["two ranks"].run("cuda")
     reports = sim.take_reports()
     assert kinds & {kind for kind, _ in reports}
     assert re.search(text, "\n".join(text for _, text in reports))

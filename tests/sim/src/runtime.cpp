@@ -3,6 +3,7 @@
 // code=compute_90a).
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <cstdlib>
 
@@ -36,7 +37,28 @@ static std::string report_text() {
     return m.reports.empty() ? "the launch failed" : m.reports.front().kind + ": " + m.reports.front().text;
 }
 
+// Launches block here, and ranks that are threads of one Python process wait for each other: the global interpreter
+// lock, which the bindings keep during a launch, must not be held meanwhile.
+class WithoutInterpreterLock {
+  public:
+    WithoutInterpreterLock() {
+        auto holds_lock = find<int (*)()>("PyGILState_Check");
+        if (holds_lock && holds_lock()) state_ = find<void* (*)()>("PyEval_SaveThread")();
+    }
+    ~WithoutInterpreterLock() {
+        if (state_) find<void (*)(void*)>("PyEval_RestoreThread")(state_);
+    }
+
+  private:
+    template <class F>
+    static F find(const char* name) {
+        return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
+    }
+    void* state_ = nullptr;
+};
+
 cudaError_t launch_kernel(LoadedModule* module, LaunchRequest request) {
+    const WithoutInterpreterLock unlocked;
     try {
         request.rank = host_rank;
         const auto launch = Machine::get().launch(module, request);
