@@ -91,7 +91,8 @@ void launch_forward(ForwardParams params, MlpWeights const& shared, MlpWeights c
     int const num_sms = resolve_num_sms(settings);
     TensorMaps maps = {};
     fill_segment(params.segments[kRoutedSegment], routed, params.hidden, num_sms);
-    if (params.num_tokens == 0 && params.world_size == 1) return;
+    // No rank has tokens: nothing to do, and no buffers to describe. Other ranks may have some where this one has none.
+    if ((params.world_size == 1 ? params.num_tokens : params.token_capacity) == 0) return;
     encode_maps(maps, kRoutedSegment, params, routed);
     if (shared.num_experts > 0 && params.num_tokens > 0) {
         fill_segment(params.segments[kSharedSegment], shared, params.hidden, num_sms);

@@ -116,6 +116,7 @@ PROBLEMS = {
     "two ranks, the other has no tokens": Problem(num_ranks=2, num_tokens=70, is_uneven=True, shared_size=64),
     "four uneven ranks": Problem(num_ranks=4, num_tokens=60, num_experts=4, is_uneven=True),
     "no tokens": Problem(num_tokens=0),
+    "two ranks, no tokens": Problem(num_ranks=2, num_tokens=0),
     "four ranks": Problem(num_ranks=4, num_tokens=30, num_experts=8, top_k=3),
 }
 
