@@ -40,10 +40,18 @@ class Family:
 
 
 def _softmax_of_linear(block: Any, x: Tensor) -> Routing:
-    """Jamba: the router is a bare linear layer."""
+    """Jamba: the router is a bare linear layer (transformers 5.17), or one like the others (5.24)."""
     router_logits = block.router(x)
+    if isinstance(router_logits, tuple):
+        return router_logits
     router_weights, top_experts = router_logits.softmax(-1, dtype=torch.float).topk(block.top_k)
     return router_logits, router_weights.to(x.dtype), top_experts
+
+
+def _ids_first_or_last(block: Any, x: Tensor) -> Routing:
+    """The first three Granite routers return their results in reverse (transformers 5.17), or not (5.24)."""
+    routing = block.router(x)
+    return routing if routing[0].is_floating_point() else routing[::-1]
 
 
 def _scaled(block: Any, x: Tensor) -> Routing:
@@ -60,8 +68,7 @@ def _average(block: Any, output: Tensor) -> Tensor:
 
 _SHARED = Family(shared="shared_experts")
 _SHARED_GATED = Family(shared="shared_expert", shared_gate="shared_expert_gate")
-# The first three Granite routers return their results in reverse.
-_REVERSED = Family(router="router", route=lambda block, x: block.router(x)[::-1])
+_GRANITE = Family(router="router", route=_ids_first_or_last)
 
 FAMILIES = {
     "AfmoeSparseMoeBlock": Family(
@@ -86,10 +93,10 @@ FAMILIES = {
     "Glm4vMoeTextMoE": _SHARED,
     "Glm5NextTextMoE": _SHARED,
     "GlmMoeDsaMoE": _SHARED,
-    "GraniteMoeHybridMoE": _REVERSED,
-    "GraniteMoeMoE": _REVERSED,
+    "GraniteMoeHybridMoE": _GRANITE,
+    "GraniteMoeMoE": _GRANITE,
     "GraniteMoeSWAMoE": Family(router="router"),
-    "GraniteMoeSharedMoE": _REVERSED,
+    "GraniteMoeSharedMoE": _GRANITE,
     "HYV3MoE": Family(shared="shared_experts", bias="e_score_correction_bias"),
     "HYV4MoE": _SHARED,
     "HunYuanMoEV1Moe": Family(shared="shared_mlp"),

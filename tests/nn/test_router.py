@@ -103,7 +103,7 @@ def test_equals_transformers_bit_for_bit(model):
     theirs, ours, arguments = theirs_and_ours(model, 2)
     x = torch.randn(T, H)
     expected = theirs(x, *arguments)
-    logits, weights, ids = expected if model != "granitemoe" else expected[::-1]
+    logits, weights, ids = expected if expected[0].is_floating_point() else expected[::-1]
     output = ours(x)
     assert torch.equal(output.router_logits, logits)
     assert torch.equal(output.top_experts.sort(-1).values, ids.sort(-1).values)
@@ -120,7 +120,7 @@ def test_equals_transformers_with_more_picks(model):
     theirs, ours, arguments = theirs_and_ours(model, 5)
     x = torch.randn(T, H)
     expected = theirs(x, *arguments)
-    _, weights, ids = expected if model != "granitemoe" else expected[::-1]
+    _, weights, ids = expected if expected[0].is_floating_point() else expected[::-1]
     output = ours(x)
     assert torch.equal(output.top_experts.sort(-1).values, ids.sort(-1).values)
     # The sum of five picks in another order may round otherwise.
