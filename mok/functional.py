@@ -20,6 +20,7 @@ for a wrong Python type) that names argument, expected and actual, on every rank
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,6 +100,9 @@ def get_workspace(
     key = (config, group, _canonical(device), num_local_tokens, hidden_size, topk)
     workspace = _workspaces.get(key)
     if workspace is None:
+        # A group that is still referenced when Python shuts down keeps its threads, which then can abort the process.
+        atexit.unregister(clear_workspace_cache)
+        atexit.register(clear_workspace_cache)
         # No lock: making one is collective, and the virtual ranks of one process have different keys.
         workspace = _workspaces[key] = create_workspace(
             config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
