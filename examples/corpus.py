@@ -90,6 +90,8 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(path: Path) -> Any:
+    if not path.is_dir():
+        raise InputError(f"--model: expected a folder with a Hugging Face checkpoint, got {path}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Fine-tune a mixture-of-experts language model with mok.
 
-With no arguments: take the documentation that ships with Python, train a tokenizer and a small Qwen3-MoE on most of it,
-save that as a Hugging Face checkpoint, load it back with mok and fine-tune it on topics that it has not seen. With
---model and --data: the same, with your own checkpoint and text.
+With no arguments: train a tokenizer and a small Qwen3-MoE on the docstrings of Python's standard library, save them as
+a Hugging Face checkpoint, load it back with mok, fine-tune it on the topics of help(), and measure it on topics
+that were held out. With --model and --data: your own checkpoint, your own text.
 
     python3 examples/finetune.py
     python3 examples/finetune.py --model PATH --data FILE.jsonl
@@ -105,19 +105,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="folder of a Hugging Face MoE checkpoint; none: make a small one")
-    add("--data", type=Path, metavar="FILE", help='.txt, or .jsonl with a "text" in each line')
+    add("--data", type=Path, metavar="FILE", help='.txt, or .jsonl with a "text" in each line; none: Python topics')
     add("--output", type=Path, metavar="DIR", default=Path("outputs/finetune"), help="default: %(default)s")
     add("--resume", action="store_true", help="go on where an unfinished run in --output stopped")
-    add("--steps", type=positive(int), default=160, help="of fine-tuning; default: %(default)s")
-    add("--base-steps", type=positive(int), default=400, help="of the small base model; default: %(default)s")
-    add("--batch-size", type=positive(int), default=8, help="of all processes together; default: %(default)s")
-    add("--sequence-length", type=positive(int), default=128, help="tokens; default: %(default)s")
-    add("--learning-rate", type=positive(float), help="peak; default: 2e-3, or 2e-5 with --model")
-    add("--auxiliary-loss", type=float, default=0.01, metavar="C", help="load balancing; default: %(default)s")
-    add("--clip", type=positive(float), default=1.0, metavar="NORM", help="largest gradient norm; default: %(default)s")
-    add("--evaluate-every", type=positive(int), default=25, metavar="STEPS", help="default: %(default)s")
-    add("--checkpoint-every", type=positive(int), default=50, metavar="STEPS", help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--steps", type=positive(int), metavar="N", default=160, help="of fine-tuning; default: %(default)s")
+    add("--base-steps", type=positive(int), metavar="N", default=400, help="of the small model; default: %(default)s")
+    add("--batch-size", type=positive(int), metavar="N", default=8, help="of all processes; default: %(default)s")
+    add("--sequence-length", type=positive(int), metavar="N", default=128, help="in tokens; default: %(default)s")
+    add("--learning-rate", type=positive(float), metavar="X", help="peak; default: 2e-3, or 2e-5 with --model")
+    add("--auxiliary-loss", type=float, metavar="X", default=0.01, help="of load balancing; default: %(default)s")
+    add("--clip", type=positive(float), metavar="X", default=1.0, help="largest gradient norm; default: %(default)s")
+    add("--evaluate-every", type=positive(int), metavar="N", default=25, help="steps; default: %(default)s")
+    add("--checkpoint-every", type=positive(int), metavar="N", default=50, help="steps; default: %(default)s")
+    add("--seed", type=int, metavar="N", default=0, help="default: %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is a GPU")
     options = parser.parse_args()
     options.learning_rate = options.learning_rate or (2e-5 if options.model else 2e-3)

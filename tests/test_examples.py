@@ -165,7 +165,7 @@ def test_bad_data_is_named(tiny, tmp_path, monkeypatch, name, content, message):
 
 
 def test_bad_model_is_named(tiny, tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match=r"--model: .*nowhere"):
+    with pytest.raises(SystemExit, match=r"--model: expected a folder with a Hugging Face checkpoint, got .*nowhere"):
         run_here(monkeypatch, *arguments(tiny, tmp_path / "output", model=tmp_path / "nowhere"))
     broken = tmp_path / "broken"
     shutil.copytree(tiny / "model", broken)
