@@ -1,4 +1,4 @@
-// output[t] = sum over k of router_weights[t, k] * route_output[t, k] (+ shared_output[t]), in k order, in fp32.
+// output[t] = (shared_output[t] +) sum over k of router_weights[t, k] * route_output[t, k], in that order, in fp32.
 #pragma once
 
 #include "../../device/epilogue/store_rows.cuh"
@@ -28,6 +28,9 @@ __device__ __forceinline__ void combine_token(ForwardParams const& p, int token,
         int const column = first + lane * 8;
         bool const is_column = column < p.hidden;
         float sum[8] = {};
+        if (p.shared_output != nullptr && is_column) {
+            add_scaled(sum, ptx::ld_global_v4(p.shared_output + int64_t{token} * p.hidden + column, streaming), 1.0f);
+        }
         for (int begin = 0; begin < p.top_k; begin += kBatch) {
             int4 values[kBatch];
 #pragma unroll
@@ -44,9 +47,6 @@ __device__ __forceinline__ void combine_token(ForwardParams const& p, int token,
             }
         }
         if (!is_column) continue;
-        if (p.shared_output != nullptr) {
-            add_scaled(sum, ptx::ld_global_v4(p.shared_output + int64_t{token} * p.hidden + column, streaming), 1.0f);
-        }
         int4 const packed = {static_cast<int>(pack_bf16(sum[0], sum[1])), static_cast<int>(pack_bf16(sum[2], sum[3])),
                              static_cast<int>(pack_bf16(sum[4], sum[5])), static_cast<int>(pack_bf16(sum[6], sum[7]))};
         ptx::st_global_v4(p.output + int64_t{token} * p.hidden + column, packed);
