@@ -76,6 +76,15 @@ def load_extension() -> ModuleType:
     return sys.modules["mok._C"]
 
 
+def forget_backends() -> None:
+    """What mok remembers of which backend serves a CPU, where that changes."""
+    from mok import functional
+    from mok.nn import _op
+
+    functional.clear_workspace_cache()
+    _op._saved_types.cache_clear()
+
+
 @contextmanager
 def simulated_kernels(sim: Simulator, *, device_barriers: bool = False) -> Iterator[None]:
     """Within, `MoKConfig(backend="cuda")` works on CPU tensors and runs the kernels in `sim`.
@@ -141,6 +150,8 @@ def simulated_kernels(sim: Simulator, *, device_barriers: bool = False) -> Itera
         mock.patch.object(Tensor, "data_ptr", known_pointer),
         mock.patch.object(VirtualGroup, "run", run_ranks),
     ):
+        forget_backends()
         yield
+    forget_backends()
     for base in known:
         sim.lib.sim_remove_memory(base)
