@@ -5,7 +5,7 @@
     python3 run.py test [ARGUMENTS]       run the tests (ARGUMENTS go to pytest; paths are relative to this folder)
 
 The first run installs PyTorch, mok and what the job needs; later runs only look whether that is still up to date.
-MOK_ARCH=SM90 (or SM100, SM103, a list, all, none) says which GPU architectures the CUDA kernels are compiled for.
+MOK_ARCH=SM90 (or all, none) says which GPU architectures the CUDA kernels are compiled for.
 
 On Linux PyPI's torch is a CUDA build of several GB. Without an NVIDIA GPU, ask for the small CPU build:
     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu python3 run.py finetune

@@ -1,6 +1,6 @@
 """Builds `mok._C` with nvcc where there is one; without it the package installs as pure Python, as `mok.info()` says.
 
-`MOK_ARCH` chooses what is compiled: SM90, SM100, SM103, a comma-separated list, `all` or `none`. Default: the
+`MOK_ARCH` chooses what is compiled: names of ARCHITECTURES with commas between them, `all` or `none`. Default: the
 architectures of the NVIDIA GPUs of this machine, else all.
 """
 

@@ -240,7 +240,6 @@ def forward(
     p.num_tokens, p.hidden = x.shape
     p.top_k = router_weights.shape[1]
     p.token_capacity = ranks.token_capacity
-    p.num_local_experts = tables.expert_offsets.numel() - 1
     p.rank, p.world_size = ranks.rank, ranks.size
     p.num_routed_blocks = tables.num_blocks.data_ptr()
     p.blocks = tables.blocks.data_ptr()

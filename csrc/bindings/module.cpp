@@ -142,7 +142,6 @@ void bind_forward(py::module_& m) {
         .value("token_capacity", &ForwardParams::token_capacity)
         .value("top_k", &ForwardParams::top_k)
         .value("hidden", &ForwardParams::hidden)
-        .value("num_local_experts", &ForwardParams::num_local_experts)
         .value("rank", &ForwardParams::rank)
         .value("world_size", &ForwardParams::world_size)
         .value("publish", &ForwardParams::publish)

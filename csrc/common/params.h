@@ -130,7 +130,6 @@ struct ForwardParams {
     int32_t token_capacity;
     int32_t top_k;
     int32_t hidden;
-    int32_t num_local_experts;
     int32_t rank;
     int32_t world_size;
     // A launch does any of: publish x to symmetric memory; pull, GEMMs and push; combine. Virtual ranks meet on the

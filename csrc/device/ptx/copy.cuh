@@ -5,10 +5,6 @@
 
 namespace mok::ptx {
 
-__device__ __forceinline__ void prefetch_tensormap(void const* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Copies a multiple of 16 bytes, 16-byte aligned, to this CTA's shared memory.
 __device__ __forceinline__ void cp_async_bulk_load(uint32_t shared, void const* global, uint32_t num_bytes,
                                                    uint32_t barrier, uint64_t policy) {

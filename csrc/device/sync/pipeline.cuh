@@ -52,8 +52,7 @@ struct RingBarriers {
     __device__ __forceinline__ void wait(RingPosition<kSlots> const& at, WaitReport const& report) const {
         wait_mbarrier(shared_address(&full[at.slot()]), at.phase(), report);
     }
-    __device__ __forceinline__ void release(int slot) const { ptx::mbarrier_arrive(shared_address(&empty[slot])); }
-    // Releases the slot of another CTA of the cluster.
+    // Releases the slot of a CTA of the cluster.
     __device__ __forceinline__ void release_in(int slot, uint32_t cta_rank) const {
         ptx::mbarrier_arrive_cluster(ptx::mapa(shared_address(&empty[slot]), cta_rank));
     }
