@@ -3,6 +3,8 @@
 A backend is a module with these functions; `mok.torch_backend` is the model. Arguments are checked before they come.
 
     REPORTS_BAD_EXPERT_IDS: whether build_schedule takes any id, and reports a bad one by itself
+    SUPPORTS_LORA: whether forward, recompute_forward_context and backward take `lora`, and backward `lora_grads`, two
+        `LoraFactors`; false where it is absent
     make_buffers(workspace) -> whatever it keeps in `workspace.buffers`; collective
     check(workspace): wait for the device and raise what it has reported
     build_schedule(workspace, top_experts, num_local_experts) -> MoKSchedule

@@ -80,6 +80,22 @@ class ExpertWeights(NamedTuple):
     routed_down: Weight | None  # None where only the context is computed
 
 
+class LoraFactors(NamedTuple):
+    """Adapters of the routed weights, `W + B A`, with their scaling in B; or their gradients. The two factors of a
+    weight are None together where it has no adapter. r may differ between the two weights.
+
+    gate_up_A [E_l, r, H], gate_up_B [E_l, 2I, r] (gate rows first), down_A [E_l, r, I], down_B [E_l, H, r].
+    """
+
+    gate_up_A: Tensor | None = None
+    gate_up_B: Tensor | None = None
+    down_A: Tensor | None = None
+    down_B: Tensor | None = None
+
+
+NO_LORA = LoraFactors()
+
+
 class MoKGradients(NamedTuple):
     """The results of `mok.functional.backward`, None where not wanted or where there is no such input."""
 

@@ -14,6 +14,9 @@ A routed weight may be MXFP8 (`mok.mxfp8`; all three or none): `(data, scales, d
 makes it. Then every routed matmul, in backward too, reads its activations through MXFP8, and x must not be float16.
 Forward and recompute read the first pair only, and backward the second of `routed_down` only: there it alone will do.
 
+Routed weights of the torch backend may have low-rank adapters, `lora`: a `LoraFactors` of tensors in the dtype of x,
+last dimension contiguous. Then `W x + B (A x)` stands for `W x`, and neither `W + B A` nor its gradient is computed.
+
 Every rank of the group calls each function at the same time; T may differ. Bad arguments raise ValueError (TypeError
 for a wrong Python type) that names argument, expected and actual, on every rank of the group if on one.
 """
@@ -33,7 +36,9 @@ from mok import mxfp8
 from mok._backends import pick_backend
 from mok._checks import check_contiguous_rows, check_int, check_tensor, describe
 from mok._types import (
+    NO_LORA,
     ExpertWeights,
+    LoraFactors,
     MainGrads,
     MoKForwardContext,
     MoKGradients,
@@ -46,6 +51,7 @@ from mok.comm import Communicator, as_communicator
 from mok.config import MoKConfig
 
 __all__ = [
+    "LoraFactors",
     "MoKConfig",
     "MoKForwardContext",
     "MoKGradients",
@@ -169,21 +175,30 @@ def forward(
     swiglu_limit: float | None = None,
     *,
     save_for_backward: bool = True,
+    lora: LoraFactors | None = None,
 ) -> tuple[Tensor, MoKForwardContext]:
     """`y[t] = shared(x[t]) + sum over k of w[t, k] * W_down (silu(W_gate x[t]) * (W_up x[t]))` with the weights of
     expert `top_experts[t, k]`; returns `(y, context)`.
 
     swiglu_limit: g is clamped to at most this, u to within +- this, before the activation.
     save_for_backward: without it the context is empty and only good for `backward` after `recompute_forward_context`.
+    lora: adapters of the routed weights; the torch backend's only, and not with MXFP8.
     """
     weights = ExpertWeights(shared_gate, shared_up, shared_down, routed_gate, routed_up, routed_down)
     facts: dict[str, object] = {}
     with _together(workspace.communicator, "forward", facts):
-        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts)
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, lora)
         _check_router_weights(schedule, x, router_weights)
     with _plain(workspace.device):
         return workspace.backend.forward(
-            workspace, schedule, x.contiguous(), router_weights, weights, swiglu_limit, save_for_backward
+            workspace,
+            schedule,
+            x.contiguous(),
+            router_weights,
+            weights,
+            swiglu_limit,
+            save_for_backward,
+            **_given(lora=lora),
         )
 
 
@@ -197,14 +212,18 @@ def recompute_forward_context(
     routed_gate: Weight,
     routed_up: Weight,
     swiglu_limit: float | None = None,
+    *,
+    lora: LoraFactors | None = None,
 ) -> MoKForwardContext:
     """The context of `forward`, bit for bit, without down projection and combine."""
     weights = ExpertWeights(shared_gate, shared_up, None, routed_gate, routed_up, None)
     facts: dict[str, object] = {}
     with _together(workspace.communicator, "recompute_forward_context", facts):
-        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, needs_down=False)
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, lora, needs_down=False)
     with _plain(workspace.device):
-        return workspace.backend.recompute_forward_context(workspace, schedule, x.contiguous(), weights, swiglu_limit)
+        return workspace.backend.recompute_forward_context(
+            workspace, schedule, x.contiguous(), weights, swiglu_limit, **_given(lora=lora)
+        )
 
 
 def backward(
@@ -225,6 +244,8 @@ def backward(
     main_grads: Sequence[Tensor | None] | None = None,
     *,
     needs_grad: Sequence[bool] | None = None,
+    lora: LoraFactors | None = None,
+    lora_grads: LoraFactors | None = None,
 ) -> MoKGradients:
     """The gradients of `forward`, in the order of `MoKGradients`.
 
@@ -234,11 +255,12 @@ def backward(
         to (then None is returned for it), or None.
     needs_grad: eight flags in the order of the results (`NeedsGrad`); the others are not computed and returned as None.
         Default: all.
+    lora: as in forward. lora_grads: for each of its factors a buffer like it, that its gradient is added to, or None.
     """
     weights = ExpertWeights(shared_gate, shared_up, shared_down, routed_gate, routed_up, routed_down)
     facts: dict[str, object] = {}
     with _together(workspace.communicator, "backward", facts):
-        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, in_backward=True)
+        _check_call(config, workspace, schedule, x, weights, swiglu_limit, facts, lora, in_backward=True)
         _check_router_weights(schedule, x, router_weights)
         check_tensor("grad_output", grad_output, x.shape, x.dtype, x.device)
         if context.gate_up.numel() == 0 and schedule.row_route.numel() > 0:
@@ -247,6 +269,7 @@ def backward(
         targets = _check_main_grads(main_grads, weights, x.dtype)
         for name in ("x", "router_weights", "routed_gate", "routed_up", "routed_down"):
             facts[f"needs_grad.{name}"] = getattr(needs, name)
+        facts |= _check_lora_grads(lora, lora_grads)
     with _plain(workspace.device):
         return workspace.backend.backward(
             workspace,
@@ -259,6 +282,7 @@ def backward(
             swiglu_limit,
             targets,
             needs,
+            **_given(lora=lora, lora_grads=lora_grads),
         )
 
 
@@ -323,6 +347,7 @@ def _check_call(
     weights: ExpertWeights,
     swiglu_limit: float | None,
     facts: dict[str, object],
+    lora: LoraFactors | None = None,
     needs_down: bool = True,
     in_backward: bool = False,
 ) -> None:
@@ -342,6 +367,7 @@ def _check_call(
     if needs_down:
         shape = (num_local_experts, hidden_size, width)
         _check_routed_weight("routed_down", weights.routed_down, shape, x, in_backward)
+    facts["lora"] = "none" if lora is None else _check_lora(workspace, x, weights, lora, num_local_experts, width)
     shared = [weights.shared_gate, weights.shared_up, *([weights.shared_down] if needs_down else [])]
     if all(weight is None for weight in shared):
         return
@@ -372,6 +398,44 @@ def _check_routed_weight(
     if isinstance(weight, tuple):
         return mxfp8.check_weight(name, weight, shape, x.device, in_backward=in_backward)
     return _check_weight(name, weight, shape, x)
+
+
+def _check_lora(
+    workspace: MoKWorkspace, x: Tensor, weights: ExpertWeights, lora: LoraFactors, num_local_experts: int, width: int
+) -> str:
+    """Their ranks, in words: what all ranks of the group must agree on."""
+    if not getattr(workspace.backend, "SUPPORTS_LORA", False):
+        name = workspace.backend.__name__.removeprefix("mok.").removesuffix("_backend")
+        raise ValueError(f'lora: expected None with backend "{name}" (only "torch" computes adapters), got adapters')
+    if isinstance(weights.routed_gate, tuple):
+        raise ValueError("lora: expected None with MXFP8 weights, got adapters")
+    if not isinstance(lora, LoraFactors):
+        raise TypeError(f"lora: expected LoraFactors or None, got {type(lora).__name__}")
+    ranks = []
+    for target, rows, columns in (("gate_up", 2 * width, x.shape[1]), ("down", x.shape[1], width)):
+        first, second = getattr(lora, f"{target}_A"), getattr(lora, f"{target}_B")
+        if first is None and second is None:
+            continue
+        r = _check_weight(f"lora.{target}_A", first, (num_local_experts, "r", columns), x)[1]
+        _check_weight(f"lora.{target}_B", second, (num_local_experts, rows, r), x)
+        ranks.append(f"{target} r={r}")
+    return ", ".join(ranks)
+
+
+def _check_lora_grads(lora: LoraFactors | None, lora_grads: LoraFactors | None) -> dict[str, object]:
+    """Which are wanted: what all ranks of the group must agree on."""
+    lora, lora_grads = lora or NO_LORA, lora_grads or NO_LORA
+    for name, factor, grad in zip(LoraFactors._fields, lora, lora_grads, strict=True):
+        if grad is not None and factor is None:
+            raise ValueError(f"lora_grads.{name}: expected None where lora has None, got {describe(grad)}")
+        if grad is not None and factor is not None:
+            check_tensor(f"lora_grads.{name}", grad, factor.shape, factor.dtype, factor.device)
+    return {f"lora_grads.{name}": grad is not None for name, grad in lora_grads._asdict().items()}
+
+
+def _given(**options: LoraFactors | None) -> dict[str, LoraFactors]:
+    """The options that are not None: not every backend takes them."""
+    return {name: option for name, option in options.items() if option is not None}
 
 
 def _check_weight(name: str, weight: object, shape: Sequence[int | str], x: Tensor) -> torch.Size:

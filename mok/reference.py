@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mok import mxfp8
-from mok._types import MoKForwardContext, MoKGradients, MoKSchedule, Weight
+from mok._types import LoraFactors, MoKForwardContext, MoKGradients, MoKSchedule, Weight
 
 
 def build_schedule(
@@ -125,6 +125,27 @@ def backward(
         d_shared_up += torch.outer(du, x[token])
         d_x[token] += shared_gate.t() @ dg + shared_up.t() @ du
     return MoKGradients(d_x, d_router_weights, d_gate, d_up, d_down, d_shared_gate, d_shared_up, d_shared_down)
+
+
+def with_lora(lora: LoraFactors, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `lora` means: the routed weights `W + B A`."""
+    if lora.gate_up_A is not None and lora.gate_up_B is not None:
+        d_gate, d_up = (lora.gate_up_B @ lora.gate_up_A).chunk(2, dim=1)
+        gate, up = gate + d_gate, up + d_up
+    if lora.down_A is not None and lora.down_B is not None:
+        down = down + lora.down_B @ lora.down_A
+    return gate, up, down
+
+
+def lora_gradients(lora: LoraFactors, gradients: MoKGradients) -> LoraFactors:
+    """From the gradients of the weights `with_lora`: `dA = B^T dW` and `dB = dW A^T`."""
+    d_gate, d_up, d_down = gradients.d_routed_gate, gradients.d_routed_up, gradients.d_routed_down
+    assert d_gate is not None and d_up is not None and d_down is not None
+    grads: list[Tensor | None] = []
+    for lora_A, lora_B, d_weight in ((*lora[:2], torch.cat([d_gate, d_up], dim=1)), (*lora[2:], d_down)):
+        grads.append(None if lora_B is None else lora_B.mT @ d_weight)
+        grads.append(None if lora_A is None else d_weight @ lora_A.mT)
+    return LoraFactors(*grads)
 
 
 def _reader(

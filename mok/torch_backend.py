@@ -17,7 +17,9 @@ from torch import Tensor
 
 from mok import mxfp8
 from mok._types import (
+    NO_LORA,
     ExpertWeights,
+    LoraFactors,
     MainGrads,
     MoKForwardContext,
     MoKGradients,
@@ -45,6 +47,7 @@ class TorchSchedule(MoKSchedule):
 
 # The caller checks the ids.
 REPORTS_BAD_EXPERT_IDS = False
+SUPPORTS_LORA = True
 
 
 def check(workspace: MoKWorkspace) -> None:
@@ -302,11 +305,12 @@ class _Part(NamedTuple):
 
 class _Mlp(NamedTuple):
     """gate_up: one part where gate and up lie together in memory, so that one matmul does for both, else two.
-    down: `[E_l, H, I]`, None where only the context is computed."""
+    down: `[E_l, H, I]`, None where only the context is computed. lora: adapters of both."""
 
     gate_up: list[_Part]
     down: Tensor | None
     is_mxfp8: bool = False
+    lora: LoraFactors = NO_LORA
 
     def operand(self, activations: Tensor, contracted_dim: int) -> Tensor:
         """`activations` as a matmul that sums over `contracted_dim` reads them."""
@@ -330,6 +334,7 @@ def _groups(schedule: TorchSchedule, mlp: _Mlp) -> _Groups:
 def _can_group(mlp: _Mlp) -> bool:
     """Whether torch has a grouped matmul for these weights that does not run expert by expert, and they are aligned."""
     weights = [part.weights for part in mlp.gate_up] + ([] if mlp.down is None else [mlp.down])
+    weights += [factor for factor in mlp.lora if factor is not None]
     return not mlp.is_mxfp8 and all(
         weight.is_cuda
         and weight.dtype == torch.bfloat16
@@ -372,6 +377,32 @@ def _matmul_rows(groups: _Groups, rows: Tensor, weights: Tensor) -> Tensor:
         if start < end:
             _matmul(rows[start:end], weights[expert], out[start:end])
     return out
+
+
+def _add_low_rank(groups: _Groups, out: Tensor, rows: Tensor, first: Tensor | None, second: Tensor | None) -> None:
+    """`out += rows first second`, `[R, M]` by `[E_l, M, r]` by `[E_l, r, N]`; nothing without an adapter."""
+    if first is not None and second is not None:
+        out.add_(_matmul_rows(groups, _matmul_rows(groups, rows, first), second))
+
+
+def _mT(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.mT
+
+
+def _low_rank_gradients(
+    groups: _Groups,
+    d_out: Tensor,
+    rows: Tensor,
+    mlp: _Mlp,
+    factors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+) -> None:
+    """Of `out = B A rows`: `dA += (d_out B)^T rows` and `dB += d_out^T (rows A^T)`, where there is a buffer for it."""
+    (lora_A, lora_B), (d_A, d_B) = factors, grads
+    if lora_B is not None and d_A is not None:
+        _weight_gradient(groups, _matmul_rows(groups, d_out, lora_B), rows, mlp, d_A)
+    if lora_A is not None and d_B is not None:
+        _weight_gradient(groups, d_out, _matmul_rows(groups, rows, lora_A.mT), mlp, d_B)
 
 
 def _weight_gradient(groups: _Groups, a: Tensor, b: Tensor, mlp: _Mlp, main_grad: Tensor | None) -> Tensor | None:
@@ -425,10 +456,13 @@ def _forward_mlp(rows: Tensor, groups: _Groups, mlp: _Mlp, swiglu_limit: float |
     rows = mlp.operand(rows, 1)
     parts = [_matmul_rows(groups, rows, part.weights.mT) for part in mlp.gate_up]
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    _add_low_rank(groups, gate_up, rows, _mT(mlp.lora.gate_up_A), _mT(mlp.lora.gate_up_B))
     if mlp.down is None:
         return gate_up, None
     activation = mlp.operand(_swiglu(gate_up, swiglu_limit), 1)
-    return gate_up, _matmul_rows(groups, activation, mlp.down.mT)
+    out = _matmul_rows(groups, activation, mlp.down.mT)
+    _add_low_rank(groups, out, activation, _mT(mlp.lora.down_A), _mT(mlp.lora.down_B))
+    return gate_up, out
 
 
 class _MlpGradients(NamedTuple):
@@ -449,19 +483,24 @@ def _backward_mlp(
     swiglu_limit: float | None,
     main_grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
+    lora_grads: LoraFactors = NO_LORA,
 ) -> _MlpGradients:
     """main_grads: of gate, up and down. needs_grad: of rows, gate, up and down. `d_out [R, H]` has no weights yet."""
     assert mlp.down is not None
     needs_rows, *needs_gate_up, needs_down = needs_grad
     projected = _matmul_rows(groups, mlp.operand(d_out, 1), mlp.down)
+    _add_low_rank(groups, projected, d_out, mlp.lora.down_B, mlp.lora.down_A)
     activation, d_gate_up, d_weights = _swiglu_backward(gate_up, projected, row_weights, swiglu_limit)
     d_gate, d_up = _gate_up_gradients(groups, d_gate_up, rows, mlp, main_grads[:2], needs_gate_up)
     d_down = _weight_gradient(groups, d_out, activation, mlp, main_grads[2]) if needs_down else None
+    _low_rank_gradients(groups, d_gate_up, rows, mlp, mlp.lora[:2], lora_grads[:2])
+    _low_rank_gradients(groups, d_out, activation, mlp, mlp.lora[2:], lora_grads[2:])
     d_rows = None
     if needs_rows:
         d_gate_up = mlp.operand(d_gate_up, 1)
         parts = [_matmul_rows(groups, d_gate_up[:, part.columns], part.weights) for part in mlp.gate_up]
         d_rows = parts[0] if len(parts) == 1 else parts[0].to(_accumulate_dtype(rows)).add_(parts[1]).to(rows.dtype)
+        _add_low_rank(groups, d_rows, d_gate_up, mlp.lora.gate_up_B, mlp.lora.gate_up_A)
     return _MlpGradients(d_rows, d_weights, d_gate, d_up, d_down)
 
 
@@ -482,9 +521,14 @@ def _routed_mlp(weights: ExpertWeights, dtype: torch.dtype, *, in_backward: bool
 
 
 def _forward_routed(
-    workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
+    workspace: MoKWorkspace,
+    schedule: TorchSchedule,
+    x: Tensor,
+    weights: ExpertWeights,
+    swiglu_limit: float | None,
+    lora: LoraFactors,
 ) -> tuple[Tensor, Tensor | None]:
-    mlp = _routed_mlp(weights, x.dtype, in_backward=False)
+    mlp = _routed_mlp(weights, x.dtype, in_backward=False)._replace(lora=lora)
     return _forward_mlp(_arrive(workspace, schedule, x), _groups(schedule, mlp), mlp, swiglu_limit)
 
 
@@ -518,8 +562,9 @@ def forward(
     weights: ExpertWeights,
     swiglu_limit: float | None,
     save_for_backward: bool,
+    lora: LoraFactors = NO_LORA,
 ) -> tuple[Tensor, MoKForwardContext]:
-    gate_up, out = _forward_routed(workspace, schedule, x, weights, swiglu_limit)
+    gate_up, out = _forward_routed(workspace, schedule, x, weights, swiglu_limit, lora)
     assert out is not None
     shared_gate_up, shared = _forward_shared(x, weights, swiglu_limit)
     output = _combine(_return(workspace, schedule, out), schedule.route_return, router_weights, shared, x)
@@ -528,9 +573,14 @@ def forward(
 
 
 def recompute_forward_context(
-    workspace: MoKWorkspace, schedule: TorchSchedule, x: Tensor, weights: ExpertWeights, swiglu_limit: float | None
+    workspace: MoKWorkspace,
+    schedule: TorchSchedule,
+    x: Tensor,
+    weights: ExpertWeights,
+    swiglu_limit: float | None,
+    lora: LoraFactors = NO_LORA,
 ) -> MoKForwardContext:
-    gate_up, _ = _forward_routed(workspace, schedule, x, weights, swiglu_limit)
+    gate_up, _ = _forward_routed(workspace, schedule, x, weights, swiglu_limit, lora)
     return MoKForwardContext(gate_up, _forward_shared(x, weights, swiglu_limit)[0])
 
 
@@ -545,16 +595,19 @@ def backward(
     swiglu_limit: float | None,
     main_grads: MainGrads,
     needs_grad: NeedsGrad,
+    lora: LoraFactors = NO_LORA,
+    lora_grads: LoraFactors = NO_LORA,
 ) -> MoKGradients:
     needs_shared, needs_routed = (needs_grad.x, *needs_grad[5:]), (needs_grad.x, *needs_grad[2:5])
     shared = _backward_shared(
         context.shared_gate_up, grad_output, x, weights, swiglu_limit, main_grads[:3], needs_shared
     )
     routed, d_x, d_router_weights = _MlpGradients(), None, None
-    if needs_grad.router_weights or any(needs_routed):
-        mlp = _routed_mlp(weights, x.dtype, in_backward=True)
+    needs_lora = [grad is not None for grad in lora_grads]
+    if needs_grad.router_weights or any(needs_routed) or any(needs_lora):
+        mlp = _routed_mlp(weights, x.dtype, in_backward=True)._replace(lora=lora)
         routed = _backward_mlp(
-            _arrive(workspace, schedule, x) if any(needs_routed[1:3]) else x,
+            _arrive(workspace, schedule, x) if any(needs_routed[1:3]) or any(needs_lora[:2]) else x,
             _arrive(workspace, schedule, grad_output),
             context.gate_up,
             _arrive_weights(workspace, schedule, router_weights),
@@ -563,6 +616,7 @@ def backward(
             swiglu_limit,
             main_grads[3:],
             needs_routed,
+            lora_grads,
         )
     if routed.rows is not None:
         d_x = _combine(_return(workspace, schedule, routed.rows), schedule.route_return, None, shared.rows, x)

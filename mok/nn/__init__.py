@@ -3,6 +3,7 @@
 from mok.nn._op import moe
 from mok.nn.experts import MoKExperts, MoKSharedExpert
 from mok.nn.layer import MoKLayer
+from mok.nn.lora import add_lora, merge_lora, remove_lora
 from mok.nn.losses import RouterLosses, load_balancing_loss, router_z_loss, tokens_per_expert
 from mok.nn.router import MoKRouter, RouterOutput
 
@@ -13,8 +14,11 @@ __all__ = [
     "MoKSharedExpert",
     "RouterLosses",
     "RouterOutput",
+    "add_lora",
     "load_balancing_loss",
+    "merge_lora",
     "moe",
+    "remove_lora",
     "router_z_loss",
     "tokens_per_expert",
 ]

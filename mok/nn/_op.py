@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from mok import functional
 from mok._backends import pick_backend
 from mok._checks import check_tensor
+from mok._types import NO_LORA
 from mok.comm import Communicator, as_communicator
 from mok.config import MoKConfig
-from mok.functional import MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.functional import LoraFactors, MoKForwardContext, MoKSchedule, MoKWorkspace
 from mok.nn._saved import distinct, pack, unpack
 from mok.nn.replay import replay
 
@@ -69,6 +70,7 @@ def moe(
     *,
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     swiglu_limit: float | None = None,
+    lora: LoraFactors | None = None,
     module: nn.Module | None = None,
     seat: Seat | None = None,
 ) -> Tensor:
@@ -77,6 +79,7 @@ def moe(
     x [T, H]; top_experts int64 or int32 [T, K], -1 = dropped; router_weights [T, K], any floating dtype;
     gate_up_proj [E_l, 2I, H], gate rows first; down_proj [E_l, H, I]; shared: gate and up [I_s, H], down [H, I_s].
     Under autocast x and all expert weights are cast to its dtype, which is then that of the result.
+    lora: adapters of gate_up_proj and down_proj, of any floating dtype; only with a config that says backend="torch".
     module: whose forward this is; where activation checkpointing repeats it, ids and weights are those of the first
     time (`mok.nn.replay`). seat: process group and config (`seat_of`); default: one rank.
 
@@ -88,12 +91,13 @@ def moe(
         x = x.to(dtype)
         weights = tuple(weight if weight is None else weight.to(dtype) for weight in weights)
     router_weights = router_weights.to(torch.promote_types(x.dtype, torch.float32))
+    factors = [None if factor is None else factor.to(x.dtype) for factor in lora or NO_LORA]
     seat_number = (seat or _DEFAULT_SEAT).number
 
     def compute(top_experts: Tensor, router_weights: Tensor) -> Tensor:
         tensors = (x, top_experts, router_weights, *weights)
-        save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        return torch.ops.mok.moe(*tensors, swiglu_limit, seat_number, save)[0]
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, *factors))
+        return torch.ops.mok.moe(*tensors, swiglu_limit, seat_number, save, *factors)[0]
 
     if module is None:
         return compute(top_experts, router_weights)
@@ -113,6 +117,10 @@ def _moe(
     swiglu_limit: float | None,
     seat: int,
     save: bool,
+    lora_gate_up_A: Tensor | None,
+    lora_gate_up_B: Tensor | None,
+    lora_down_A: Tensor | None,
+    lora_down_B: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     workspace = _workspace(seat, x, top_experts, gate_up_proj)
     config = workspace.config
@@ -132,6 +140,7 @@ def _moe(
         down_proj,
         swiglu_limit,
         save_for_backward=save,
+        lora=_lora(lora_gate_up_A, lora_gate_up_B, lora_down_A, lora_down_B),
     )
     if not save:
         return output, torch.empty(0, dtype=torch.int64, device="cpu"), []
@@ -151,6 +160,10 @@ def _(
     swiglu_limit: float | None,
     seat: int,
     save: bool,
+    lora_gate_up_A: Tensor | None,
+    lora_gate_up_B: Tensor | None,
+    lora_down_A: Tensor | None,
+    lora_down_B: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not save:
@@ -176,8 +189,13 @@ def _moe_backward(
     swiglu_limit: float | None,
     seat: int,
     needs_grad: list[bool],
+    lora_gate_up_A: Tensor | None,
+    lora_gate_up_B: Tensor | None,
+    lora_down_A: Tensor | None,
+    lora_down_B: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients that `needs_grad` asks for, of x, router_weights and the five weights, in this order."""
+    """The gradients that `needs_grad` asks for, of x, router_weights, the five weights and the four factors of their
+    adapters, in this order."""
     config, group = _seats[seat].config, _seats[seat].process_group
     schedule, context, num_local_tokens = unpack(header, saved, *_saved_types(config, x.device))
     workspace = functional.get_workspace(
@@ -188,7 +206,12 @@ def _moe_backward(
         hidden_size=x.shape[1],
         topk=router_weights.shape[1],
     )
-    needs_x, needs_router, needs_gate_up, *needs_others = needs_grad
+    needs_x, needs_router, needs_gate_up, *needs_others = needs_grad[:7]
+    lora = _lora(lora_gate_up_A, lora_gate_up_B, lora_down_A, lora_down_B)
+    lora_grads = [
+        torch.zeros_like(factor, memory_format=torch.contiguous_format) if needed and factor is not None else None
+        for factor, needed in zip(lora or NO_LORA, needs_grad[7:], strict=True)
+    ]
     gate, up = gate_up_proj.chunk(2, dim=1)
     d_x, d_router, d_gate, d_up, *d_others = functional.backward(
         config,
@@ -206,9 +229,11 @@ def _moe_backward(
         down_proj,
         swiglu_limit,
         needs_grad=[needs_x, needs_router, needs_gate_up, needs_gate_up, *needs_others],
+        lora=lora,
+        lora_grads=lora and LoraFactors(*lora_grads),
     )
     d_gate_up = None if d_gate is None or d_up is None else _joined(d_gate, d_up)
-    grads = (d_x, d_router, d_gate_up, *d_others)
+    grads = (d_x, d_router, d_gate_up, *d_others, *lora_grads)
     return distinct([grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None])
 
 
@@ -227,34 +252,45 @@ def _(
     swiglu_limit: float | None,
     seat: int,
     needs_grad: list[bool],
+    lora_gate_up_A: Tensor | None,
+    lora_gate_up_B: Tensor | None,
+    lora_down_A: Tensor | None,
+    lora_down_B: Tensor | None,
 ) -> list[Tensor]:
-    inputs = (x, router_weights, gate_up_proj, down_proj, shared_gate, shared_up, shared_down)
+    weights = (gate_up_proj, down_proj, shared_gate, shared_up, shared_down)
+    inputs = (x, router_weights, *weights, lora_gate_up_A, lora_gate_up_B, lora_down_A, lora_down_B)
     wanted = [tensor for tensor, needed in zip(inputs, needs_grad, strict=True) if needed]
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in wanted if tensor is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    x, _, *others, swiglu_limit, seat, _ = inputs
+    x, _, *others = inputs[:8]
+    swiglu_limit, seat, _, *lora = inputs[8:]
     _, header, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(header, *saved)
-    ctx.save_for_backward(header, x, *others, *saved)
+    ctx.save_for_backward(header, x, *others, *lora, *saved)
     ctx.swiglu_limit, ctx.seat = swiglu_limit, seat
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    needs_x, _, *needs_others = ctx.needs_input_grad[:8]
     if grad_output is None:
-        return (None,) * 11
+        return (None,) * 15
+    needs_x, _, *needs_others = ctx.needs_input_grad[:8]
+    needs = [needs_x, *needs_others, *ctx.needs_input_grad[11:]]
     header, *rest = ctx.saved_tensors
-    inputs, saved = rest[:7], rest[7:]
-    needs = [needs_x, *needs_others]
-    grads = iter(torch.ops.mok.moe_backward(grad_output, header, saved, *inputs, ctx.swiglu_limit, ctx.seat, needs))
+    inputs, lora, saved = rest[:7], rest[7:11], rest[11:]
+    others = (ctx.swiglu_limit, ctx.seat, needs, *lora)
+    grads = iter(torch.ops.mok.moe_backward(grad_output, header, saved, *inputs, *others))
     d_x, *d_others = [next(grads) if needed else None for needed in needs]
-    return d_x, None, *d_others, None, None, None
+    return d_x, None, *d_others[:6], None, None, None, *d_others[6:]
 
 
 _moe.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _lora(*factors: Tensor | None) -> LoraFactors | None:
+    return None if all(factor is None for factor in factors) else LoraFactors(*factors)
 
 
 def _workspace(seat: int, x: Tensor, top_experts: Tensor, gate_up_proj: Tensor) -> MoKWorkspace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from mok._checks import check_int
 from mok.comm import as_communicator
 from mok.config import MoKConfig
+from mok.functional import LoraFactors
 from mok.nn._op import moe, seat_of
 
 
@@ -23,6 +25,8 @@ class MoKExperts(nn.Module):
     experts `first_expert ..` that this rank of `process_group` owns (a ProcessGroup, None for one rank, or a member of
     a `mok.testing.VirtualGroup`). Their gradients are of the tokens of all ranks, so do not average them over this
     group: keep them out of a DistributedDataParallel over it.
+
+    lora: None, or the adapters that `mok.nn.add_lora` gave it; with them it computes with the torch backend.
 
     swiglu_limit: gate is clamped to at most this, up to within +- this.
     Raises ValueError if num_experts can not be divided among the ranks.
@@ -51,6 +55,8 @@ class MoKExperts(nn.Module):
             raise ValueError(f"num_experts: expected a multiple of the {communicator.size} ranks, got {num_experts}")
         self.first_expert = communicator.rank * self.num_local_experts
         self._seat = seat_of(process_group, config)
+        self._seat_with_lora = seat_of(process_group, replace(self._seat.config, backend="torch"))
+        self.lora: nn.ModuleDict | None = None
         shape = (self.num_local_experts, 2 * intermediate_size, hidden_size)
         self.gate_up_proj = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         shape = (self.num_local_experts, hidden_size, intermediate_size)
@@ -76,16 +82,7 @@ class MoKExperts(nn.Module):
         seed = int(torch.randint(2**48, (), device="cpu"))
         for parameter, fan_in in ((self.gate_up_proj, self.hidden_size), (self.down_proj, self.intermediate_size)):
             seed += self.num_experts
-            if parameter.is_meta:
-                continue
-            bound = 1 / math.sqrt(fan_in)
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            for index, weight in enumerate(whole):
-                generator = torch.Generator(whole.device).manual_seed(seed + self.first_expert + index)
-                weight.uniform_(-bound, bound, generator=generator)
-            if isinstance(parameter, DTensor):  # sharded by FSDP2
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(whole)
+            fill_uniform(parameter, 1 / math.sqrt(fan_in), seed + self.first_expert)
 
     def forward(
         self,
@@ -108,9 +105,19 @@ class MoKExperts(nn.Module):
             self.down_proj,
             shared=shared,
             swiglu_limit=self.swiglu_limit,
+            lora=self._lora_factors(),
             module=self,
-            seat=self._seat,
+            seat=self._seat if self.lora is None else self._seat_with_lora,
         )
+
+    def _lora_factors(self) -> LoraFactors | None:
+        if self.lora is None:
+            return None
+        loras: Any = self.lora
+        pairs = [
+            loras[target].factors() if target in loras else (None, None) for target in ("gate_up_proj", "down_proj")
+        ]
+        return LoraFactors(*pairs[0], *pairs[1])
 
     def extra_repr(self) -> str:
         parts = [f"num_experts={self.num_experts}, hidden_size={self.hidden_size}"]
@@ -119,7 +126,21 @@ class MoKExperts(nn.Module):
             parts.append(f"local_experts={self.first_expert}..{self.first_expert + self.num_local_experts - 1}")
         if self.swiglu_limit is not None:
             parts.append(f"swiglu_limit={self.swiglu_limit}")
+        if self.lora is not None:
+            parts.append("backend=torch")
         return ", ".join(parts)
+
+
+def fill_uniform(parameter: Tensor, bound: float, seed: int) -> None:
+    """`[E_l, ...]`: uniform within +- bound, each expert from a seed of its own. Nothing happens on the meta device."""
+    if parameter.is_meta:
+        return
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for index, weight in enumerate(whole):
+        weight.uniform_(-bound, bound, generator=torch.Generator(whole.device).manual_seed(seed + index))
+    if isinstance(parameter, DTensor):  # sharded by FSDP2
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 class MoKSharedExpert(nn.Module):

@@ -394,7 +394,7 @@ def test_op_is_a_good_citizen():
     arguments = (x, ids, torch.rand(5, K, requires_grad=True), experts.gate_up_proj, experts.down_proj)
     torch.library.opcheck(
         torch.ops.mok.moe.default,
-        (*arguments, None, None, None, None, 0, True),
+        (*arguments, None, None, None, None, 0, True, None, None, None, None),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
