@@ -2,6 +2,7 @@
 
     python benchmarks/moe.py                      every shape, uniform routing
     python benchmarks/moe.py --shapes 0,2 --skew 1.0 --decode
+    python benchmarks/moe.py --ep 4,8             the forward of as many virtual ranks instead, beside that of one rank
 
 Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense beside it: the cuBLAS matmuls
 [T K / 4, H] x [H, 2I] and [T K / 4, I] x [I, H], four times. `mok` includes the schedule; `kernel` is forward alone;
@@ -15,12 +16,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mok import functional as F
 from mok.config import MoKConfig
+from mok.testing import VirtualGroup
 
 # (T, H, I, E, K)
 SHAPES = (
@@ -55,6 +58,12 @@ class Problem:
             ids,
             top.softmax(-1),
         )
+
+    def rank(self, rank: int, size: int) -> Problem:
+        """What one of `size` ranks has: its share of the tokens and of the experts."""
+        x, ids, weights = (tensor.chunk(size)[rank] for tensor in (self.x, self.ids, self.weights))
+        gate_up, down = (tensor.chunk(size)[rank] for tensor in (self.gate_up, self.down))
+        return Problem(x, gate_up, down, ids, weights)
 
     @property
     def flops(self) -> float:
@@ -127,14 +136,14 @@ def grouped(problem: Problem) -> Callable[[], Tensor]:
 
 
 class Mok:
-    def __init__(self, problem: Problem, backend: str) -> None:
+    def __init__(self, problem: Problem, backend: str, group: Any = None) -> None:
         self.problem = problem
         self.config = MoKConfig(backend=backend)
         tokens, hidden_size = problem.x.shape
         self.workspace = F.create_workspace(
             self.config,
-            None,
-            device="cuda",
+            group,
+            device=problem.x.device,
             num_local_tokens=tokens,
             hidden_size=hidden_size,
             topk=problem.ids.shape[1],
@@ -174,17 +183,40 @@ def report(name: str, problem: Problem) -> None:
     print(f"{name}: dense {dense_ms:.3f} ms {problem.flops / dense_ms / 1e9:.0f} | " + " | ".join(cells), flush=True)
 
 
+def report_virtual_ranks(name: str, problem: Problem, size: int, calls: int = 8) -> None:
+    """Forward on `size` virtual ranks. They share the GPU and meet on the host, so the time is that of all together."""
+    whole, group = Mok(problem, "cuda"), VirtualGroup(size)
+    ranks = group.run(lambda member: Mok(problem.rank(member.rank(), size), "cuda", member))
+
+    def repeat(mok: Mok) -> None:
+        for _ in range(calls):  # so that the start of the threads does not count
+            mok.forward(mok.schedule(), False)
+
+    ms, one_ms = paired_ms(lambda: group.run(lambda member: repeat(ranks[member.rank()])), lambda: repeat(whole))
+    ms, one_ms = ms / calls, one_ms / calls
+    print(
+        f"{name}, EP {size}: {ms:.3f} ms, {ms / size:.3f} a rank, {problem.flops / ms / 1e9:.0f} TFLOP/s | "
+        f"EP 1 {one_ms:.3f} ms ({one_ms / ms:.3f})",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="0,1,2,3,4", help="indices into the list of shapes")
     parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent of the expert probabilities")
     parser.add_argument("--decode", action="store_true", help="T = 1, 8 and 64 instead")
+    parser.add_argument("--ep", default="", help="numbers of virtual ranks, such as 4,8")
     arguments = parser.parse_args()
     for index in map(int, arguments.shapes.split(",")):
         tokens, hidden_size, width, num_experts, top_k = SHAPES[index]
         for count in DECODE_TOKENS if arguments.decode else (tokens,):
             sizes = (count, hidden_size, width, num_experts, top_k)
-            report(str(sizes), Problem.make(*sizes, arguments.skew))
+            problem = Problem.make(*sizes, arguments.skew)
+            for size in map(int, filter(None, arguments.ep.split(","))):
+                report_virtual_ranks(str(sizes), problem, size)
+            if not arguments.ep:
+                report(str(sizes), problem)
             torch.cuda.empty_cache()
 
 
