@@ -19,8 +19,7 @@ ROOT = Path(__file__).parent
 # Compute capability of each architecture that the kernels can be compiled for. The letter gives access to its
 # tensor-core instructions.
 ARCHITECTURES = {"SM90": "90a"}
-DEVICE_SOURCES = ("csrc/host/moe.cu",)
-HOST_SOURCES = ("csrc/host/tensor_map.cpp", "csrc/bindings/module.cpp")
+SOURCES = sorted(str(path.relative_to(ROOT)) for kind in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
 
 
 def find_nvcc() -> Path | None:
@@ -92,7 +91,7 @@ class BuildKernels(build_ext):
             return str(target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            linked = list(pool.map(compile_source, [*DEVICE_SOURCES, *HOST_SOURCES]))
+            linked = list(pool.map(compile_source, SOURCES))
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([nvcc, "-shared", "-cudart=static", *linked, "-o", str(output)], check=True)
@@ -103,6 +102,6 @@ if requested_architectures():
     if find_nvcc() is None:
         print("mok: no nvcc found: installing without the CUDA kernels", file=sys.stderr)
     else:
-        extensions.append(Extension("mok._C", sources=[*DEVICE_SOURCES, *HOST_SOURCES]))
+        extensions.append(Extension("mok._C", sources=SOURCES))
 
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})

@@ -19,7 +19,7 @@ namespace mok {
 namespace {
 
 // Binds a plain struct field by field; pointers appear as integers, per-rank pointers as lists of integers.
-template <class T>
+template <class T, class... Base>
 class StructBinder {
   public:
     StructBinder(py::module_& m, char const* name) : class_(m, name) {
@@ -59,10 +59,17 @@ class StructBinder {
         return *this;
     }
 
-    py::class_<T>& py_class() { return class_; }
+    // One element of an array of structs, by reference.
+    template <class V, size_t kSize>
+    StructBinder& element(char const* name, V (T::*field)[kSize], int index) {
+        class_.def_property_readonly(
+            name, [field, index](T& s) -> V& { return (s.*field)[index]; },
+            py::return_value_policy::reference_internal);
+        return *this;
+    }
 
   private:
-    py::class_<T> class_;
+    py::class_<T, Base...> class_;
 };
 
 void bind_weights(py::module_& m) {
@@ -98,6 +105,7 @@ void bind_schedule(py::module_& m) {
         .pointer("route_row", &ScheduleParams::route_row)
         .pointer("route_rank", &ScheduleParams::route_rank)
         .pointer("blocks", &ScheduleParams::blocks)
+        .pointer("expert_blocks", &ScheduleParams::expert_blocks)
         .value("max_blocks", &ScheduleParams::max_blocks)
         .pointer("num_blocks", &ScheduleParams::num_blocks)
         .pointer("segment_counts", &ScheduleParams::segment_counts)
@@ -110,48 +118,89 @@ void bind_schedule(py::module_& m) {
     m.def("launch_schedule", &launch_schedule, py::arg("params"), py::arg("settings"));
 }
 
-void bind_forward(py::module_& m) {
+void bind_common(py::module_& m) {
     StructBinder<SegmentParams>(m, "SegmentParams")
-        .pointer("activation", &SegmentParams::activation)
         .pointer("gate_up", &SegmentParams::gate_up)
         .value("gate_up_rows", &SegmentParams::gate_up_rows)
-        .pointer("gate_up_done", &SegmentParams::gate_up_done)
-        .pointer("down_done", &SegmentParams::down_done);
-    auto segment = [](int index) { return [index](ForwardParams& p) -> SegmentParams& { return p.segments[index]; }; };
-    StructBinder<ForwardParams>(m, "ForwardParams")
-        .pointer("num_routed_blocks", &ForwardParams::num_routed_blocks)
-        .pointer("blocks", &ForwardParams::blocks)
-        .pointer("row_route", &ForwardParams::row_route)
-        .pointer("route_row", &ForwardParams::route_row)
-        .pointer("router_weights", &ForwardParams::router_weights)
-        .pointer("x", &ForwardParams::x)
-        .pointer("output", &ForwardParams::output)
-        .pointer("shared_output", &ForwardParams::shared_output)
-        .pointers("route_output", &ForwardParams::route_output)
-        .pointers("published_x", &ForwardParams::published_x)
-        .pointer("gathered_x", &ForwardParams::gathered_x)
-        .pointer("gathered", &ForwardParams::gathered)
-        .pointers("flags", &ForwardParams::flags)
-        .pointer("counters", &ForwardParams::counters)
-        .pointer("block_counters", &ForwardParams::block_counters)
-        .value("num_block_counters", &ForwardParams::num_block_counters)
-        .pointer("error", &ForwardParams::error)
-        .value("timeout_ns", &ForwardParams::timeout_ns)
-        .value("swiglu_limit", &ForwardParams::swiglu_limit)
-        .value("num_tokens", &ForwardParams::num_tokens)
-        .value("token_capacity", &ForwardParams::token_capacity)
-        .value("top_k", &ForwardParams::top_k)
-        .value("hidden", &ForwardParams::hidden)
-        .value("rank", &ForwardParams::rank)
-        .value("world_size", &ForwardParams::world_size)
-        .value("publish", &ForwardParams::publish)
-        .value("gemm", &ForwardParams::gemm)
-        .value("combine", &ForwardParams::combine)
-        .value("device_barriers", &ForwardParams::device_barriers)
-        .py_class()
-        .def_property_readonly("shared", segment(kSharedSegment), py::return_value_policy::reference_internal)
-        .def_property_readonly("routed", segment(kRoutedSegment), py::return_value_policy::reference_internal);
+        .value("gate_up_in_blocks", &SegmentParams::gate_up_in_blocks)
+        .pointer("first_done", &SegmentParams::first_done)
+        .pointer("second_done", &SegmentParams::second_done)
+        .pointer("activation", &SegmentParams::activation);
+    StructBinder<TokenStream>(m, "TokenStream")
+        .pointer("tokens", &TokenStream::tokens)
+        .pointers("published", &TokenStream::published)
+        .pointer("rows", &TokenStream::rows)
+        .pointer("gathered", &TokenStream::gathered);
+    StructBinder<MoeParams>(m, "MoeParams")
+        .value("num_streams", &MoeParams::num_streams)
+        .pointer("zero_row", &MoeParams::zero_row)
+        .value("first_block", &MoeParams::first_block)
+        .value("most_blocks", &MoeParams::most_blocks)
+        .pointer("num_routed_blocks", &MoeParams::num_routed_blocks)
+        .pointer("blocks", &MoeParams::blocks)
+        .pointer("row_route", &MoeParams::row_route)
+        .pointer("route_row", &MoeParams::route_row)
+        .pointer("route_weights", &MoeParams::route_weights)
+        .pointer("output", &MoeParams::output)
+        .pointer("shared_output", &MoeParams::shared_output)
+        .pointers("route_output", &MoeParams::route_output)
+        .pointers("flags", &MoeParams::flags)
+        .pointer("counters", &MoeParams::counters)
+        .pointer("block_counters", &MoeParams::block_counters)
+        .value("num_block_counters", &MoeParams::num_block_counters)
+        .pointer("error", &MoeParams::error)
+        .value("timeout_ns", &MoeParams::timeout_ns)
+        .value("swiglu_limit", &MoeParams::swiglu_limit)
+        .value("num_tokens", &MoeParams::num_tokens)
+        .value("token_capacity", &MoeParams::token_capacity)
+        .value("top_k", &MoeParams::top_k)
+        .value("hidden", &MoeParams::hidden)
+        .value("rank", &MoeParams::rank)
+        .value("world_size", &MoeParams::world_size)
+        .value("publish", &MoeParams::publish)
+        .value("gemm", &MoeParams::gemm)
+        .value("combine", &MoeParams::combine)
+        .value("combine_by_row", &MoeParams::combine_by_row)
+        .value("device_barriers", &MoeParams::device_barriers)
+        .element("shared", &MoeParams::segments, kSharedSegment)
+        .element("routed", &MoeParams::segments, kRoutedSegment)
+        .element("first_stream", &MoeParams::streams, 0)
+        .element("second_stream", &MoeParams::streams, 1);
+}
+
+void bind_forward(py::module_& m) {
+    StructBinder<ForwardParams, MoeParams>(m, "ForwardParams");
     m.def("launch_forward", &launch_forward, py::arg("params"), py::arg("shared"), py::arg("routed"),
+          py::arg("settings"));
+}
+
+void bind_backward(py::module_& m) {
+    StructBinder<WeightGradient>(m, "WeightGradient")
+        .pointer("data", &WeightGradient::data)
+        .value("expert_stride", &WeightGradient::expert_stride)
+        .value("row_stride", &WeightGradient::row_stride)
+        .value("mode", &WeightGradient::mode);
+    m.attr("WRITE_BF16") = static_cast<int>(kWriteBf16);
+    m.attr("ADD_BF16") = static_cast<int>(kAddBf16);
+    m.attr("ADD_FLOAT") = static_cast<int>(kAddFloat);
+    StructBinder<SegmentGradients>(m, "SegmentGradients")
+        .pointer("d_gate_up", &SegmentGradients::d_gate_up)
+        .pointer("activation", &SegmentGradients::activation)
+        .pointer("d_weight_parts", &SegmentGradients::d_weight_parts)
+        .value("gate", &SegmentGradients::gate)
+        .value("up", &SegmentGradients::up)
+        .value("down", &SegmentGradients::down);
+    StructBinder<BackwardParams, MoeParams>(m, "BackwardParams")
+        .pointer("expert_blocks", &BackwardParams::expert_blocks)
+        .value("needs_d_x", &BackwardParams::needs_d_x)
+        .value("num_local_experts", &BackwardParams::num_local_experts)
+        .pointers("router_weights", &BackwardParams::router_weights)
+        .pointers("d_router_weights", &BackwardParams::d_router_weights)
+        .pointer("accumulators_in", &BackwardParams::accumulators_in)
+        .pointer("accumulators_out", &BackwardParams::accumulators_out)
+        .element("shared_gradients", &BackwardParams::gradients, kSharedSegment)
+        .element("routed_gradients", &BackwardParams::gradients, kRoutedSegment);
+    m.def("launch_backward", &launch_backward, py::arg("params"), py::arg("shared"), py::arg("routed"),
           py::arg("settings"));
 }
 
@@ -164,11 +213,15 @@ void bind_layout(py::module_& m) {
     m.attr("ERROR_RECORD_BYTES") = sizeof(ErrorRecord);
     m.attr("ARCHITECTURES") = MOK_ARCHITECTURES;
     py::class_<SegmentPlan>(m, "SegmentPlan")
-        .def_readonly("gate_up_tiles", &SegmentPlan::gate_up_tiles)
-        .def_readonly("down_tiles", &SegmentPlan::down_tiles)
+        .def_readonly("first_tiles", &SegmentPlan::first_tiles)
+        .def_readonly("second_tiles", &SegmentPlan::second_tiles)
         .def_readonly("chunk_blocks", &SegmentPlan::chunk_blocks)
         .def_readonly("ring_blocks", &SegmentPlan::ring_blocks);
-    m.def("plan_segment", &plan_segment, py::arg("hidden"), py::arg("intermediate"), py::arg("num_sms"));
+    m.def("plan_forward", &plan_forward, py::arg("hidden"), py::arg("intermediate"), py::arg("num_sms"));
+    m.def("plan_backward", &plan_backward, py::arg("hidden"), py::arg("intermediate"), py::arg("num_sms"));
+    m.attr("TILE_ROWS") = kTileRows;
+    m.attr("TILE_COLUMNS") = kTileColumns;
+    m.attr("CLUSTER_SIZE") = kClusterSize;
     m.def("plan_schedule_grid", &plan_schedule_grid, py::arg("num_routes"), py::arg("num_sms"));
     m.def("device_num_sms", &device_num_sms, py::arg("device"));
 }
@@ -180,6 +233,8 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of mok. Use mok.functional; this module takes raw device pointers.";
     mok::bind_weights(m);
     mok::bind_schedule(m);
+    mok::bind_common(m);
     mok::bind_forward(m);
+    mok::bind_backward(m);
     mok::bind_layout(m);
 }

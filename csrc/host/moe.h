@@ -24,24 +24,24 @@ struct MlpWeights {
     int intermediate = 0;
 };
 
-// How a forward of these sizes runs; a pure function of the problem, so that it can be printed and tested without a
-// GPU.
+// How the row blocks of a segment are worked on.
 struct SegmentPlan {
-    int gate_up_tiles;
-    int down_tiles;
+    int first_tiles;
+    int second_tiles;
     int chunk_blocks;
     int group_blocks;
     int ring_blocks;
 };
-SegmentPlan plan_segment(int hidden, int intermediate, int num_sms);
+SegmentPlan plan_forward(int hidden, int intermediate, int num_sms);
+SegmentPlan plan_backward(int hidden, int intermediate, int num_sms);
 
-// CTAs of the schedule kernel for so many routes: enough for a few thousand routes each.
 int plan_schedule_grid(int64_t num_routes, int num_sms);
-
 int device_num_sms(int device);
 
 void launch_schedule(ScheduleParams const& params, LaunchSettings const& settings);
 void launch_forward(ForwardParams params, MlpWeights const& shared, MlpWeights const& routed,
                     LaunchSettings const& settings);
+void launch_backward(BackwardParams params, MlpWeights const& shared, MlpWeights const& routed,
+                     LaunchSettings const& settings);
 
 }  // namespace mok

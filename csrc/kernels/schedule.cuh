@@ -210,7 +210,9 @@ class ScheduleSort {
         if (is_last) *num_rows() = first_row + count;
         if (blockIdx.x == 0) {
             p_.expert_offsets[local] = first_row;
+            p_.expert_blocks[local] = first_block;
             if (is_last) p_.expert_offsets[local + 1] = first_row + count;
+            if (is_last) p_.expert_blocks[local + 1] = first_block + num_blocks;
         }
         for (int block = blockIdx.x; block < min_int(num_blocks, p_.max_blocks - first_block); block += gridDim.x) {
             int const offset = block * kBlockRows;

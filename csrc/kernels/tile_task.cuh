@@ -9,7 +9,7 @@ namespace mok {
 constexpr int kLastTask = -1;
 
 struct alignas(16) Task {
-    int32_t kind;     // TileKind, or kLastTask
+    int32_t kind;     // TileKind, one of the program's further kinds, or kLastTask
     int32_t segment;  // 0 shared expert, 1 routed experts
     int32_t block;    // in the segment
     int32_t column;   // column slot of the cluster

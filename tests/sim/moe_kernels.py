@@ -25,7 +25,7 @@ from simulator import Simulator, cached, run
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("csrc/host/moe.cu", "csrc/host/tensor_map.cpp", "csrc/bindings/module.cpp")
+SOURCES = sorted(str(path.relative_to(ROOT)) for kind in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
 
 
 def build_extension() -> Path:

@@ -178,20 +178,24 @@ class Simulator:
         return count.value, seconds.value
 
     @contextmanager
-    def edited_ptx(self, edit: Callable[[str], str]) -> Iterator[None]:
-        """Within, host code that is linked against the simulator runs `edit(PTX)` instead of the PTX it brought."""
-        original = self.lib.sim_embedded_ptx().decode()
+    def edited_ptx(self, kernel: str, edit: Callable[[str], str]) -> Iterator[None]:
+        """Within, host code that is linked against the simulator runs `edit(PTX)` instead of the PTX it brought, of the
+        source file with the kernel whose name contains `kernel`."""
+        text = ctypes.c_char_p()
+        self._check(self.lib.sim_embedded_ptx(kernel.encode(), ctypes.byref(text)))
+        assert text.value is not None
+        original = text.value.decode()
         edited = edit(original)
         if edited == original:
             raise ValueError("the edit changed nothing")
-        self._replace_ptx(edited)
+        self._check(self.lib.sim_replace_ptx(kernel.encode(), edited.encode()))
         try:
             yield
         finally:
-            self._replace_ptx(original)
+            self._check(self.lib.sim_replace_ptx(kernel.encode(), original.encode()))
 
-    def _replace_ptx(self, text: str) -> None:
-        if not self.lib.sim_replace_ptx(text.encode()):
+    def _check(self, is_fine: bool) -> None:
+        if not is_fine:
             raise ValueError(self.lib.sim_error().decode())
 
     def tensor_map(self, tensor: Tensor, box: Sequence[int], *, swizzle: int = 0) -> TensorMap:
@@ -299,11 +303,11 @@ def _library() -> ctypes.CDLL:
             except Exception as failure:  # every test needs the library: do not compile it again for each
                 _failures.append(failure)
                 raise
-            for name in ("sim_error", "sim_kernels", "sim_take_reports", "sim_instruction_table", "sim_embedded_ptx"):
+            for name in ("sim_error", "sim_kernels", "sim_take_reports", "sim_instruction_table"):
                 getattr(lib, name).restype = ctypes.c_char_p
             for name in ("sim_load_ptx", "sim_tensor_map_encoder"):
                 getattr(lib, name).restype = ctypes.c_void_p
-            for name in ("sim_decode", "sim_launch", "sim_configure", "sim_replace_ptx"):
+            for name in ("sim_decode", "sim_launch", "sim_configure", "sim_replace_ptx", "sim_embedded_ptx"):
                 getattr(lib, name).restype = ctypes.c_bool
             lib.sim_kernels.argtypes = [ctypes.c_void_p]
             lib.sim_decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p]

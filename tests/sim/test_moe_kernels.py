@@ -3,122 +3,18 @@ interleavings, 1, 2 and 4 ranks, cruel routings. And faults planted into their P
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from moe_kernels import load_extension, simulated_kernels
+from moe_problems import PROBLEMS, RANK_PROBLEMS, Problem, check_results, edit, simulate
 from simulator import Simulator
-from torch import Tensor
 
 from mok import functional
-from mok.config import MoKConfig
-from mok.testing import VirtualGroup, relative_l2
-
-
-@dataclass(frozen=True)
-class Problem:
-    num_ranks: int = 1
-    num_tokens: int = 40
-    hidden_size: int = 128
-    intermediate_size: int = 64
-    num_experts: int = 4
-    top_k: int = 2
-    shared_size: int = 0
-    routing: str = "random"
-    swiglu_limit: float | None = None
-    is_uneven: bool = False  # the last rank has no tokens, the others in between
-    capacity_multiplier: float | None = None  # default: room for any routing
-
-    def tokens_of(self, rank: int) -> int:
-        return (
-            self.num_tokens * (self.num_ranks - 1 - rank) // (self.num_ranks - 1) if self.is_uneven else self.num_tokens
-        )
-
-    def top_experts(self, rank: int, generator: torch.Generator) -> Tensor:
-        shape = (self.tokens_of(rank), self.top_k)
-        scores = torch.rand(shape[0], self.num_experts, generator=generator)
-        ids = scores.topk(self.top_k).indices
-        if self.routing == "dropped":
-            ids[torch.rand(shape, generator=generator) < 0.3] = -1
-        if self.routing == "all dropped":
-            ids[:] = -1
-        if self.routing == "all to one":
-            ids = torch.full(shape, self.num_experts - 1)
-        if self.routing == "one expert":
-            ids = torch.full(shape, -1)
-            ids[:, 0] = self.num_experts - 1
-        return ids
-
-    def run(self, backend: str) -> list[tuple[object, Tensor, object]]:
-        """(schedule, output, context) of every rank."""
-        g = torch.Generator().manual_seed(1)
-
-        def normal(*shape: int) -> Tensor:
-            return (torch.randn(shape, generator=g) * 0.2).bfloat16()
-
-        e, h, i, s = self.num_experts, self.hidden_size, self.intermediate_size, self.shared_size
-        ranks = range(self.num_ranks)
-        x = [normal(self.tokens_of(r), h) * 5 for r in ranks]
-        gate_up, down = normal(e, 2 * i, h), normal(e, h, i)
-        shared = (normal(s, h), normal(s, h), normal(h, s)) if s else (None, None, None)
-        ids = [self.top_experts(r, g) for r in ranks]
-        weights = [torch.randn(self.tokens_of(r), self.top_k, generator=g) for r in ranks]
-        multiplier = self.capacity_multiplier or float(self.num_ranks)
-        config = MoKConfig(backend=backend, schedule_capacity_multiplier=multiplier)
-
-        def rank(member: object) -> tuple[object, Tensor, object]:
-            r, local = member.rank(), e // self.num_ranks
-            mine = slice(r * local, (r + 1) * local)
-            workspace = functional.create_workspace(
-                config,
-                member if self.num_ranks > 1 else None,
-                device=torch.device("cpu"),
-                num_local_tokens=self.num_tokens,
-                hidden_size=h,
-                topk=self.top_k,
-            )
-            schedule = functional.build_schedule(workspace, config, ids[r], num_local_experts=local)
-            routed = gate_up[mine, :i], gate_up[mine, i:], down[mine]
-            output, context = functional.forward(
-                config, workspace, schedule, x[r], weights[r], *shared, *routed, self.swiglu_limit
-            )
-            if backend == "cuda":
-                importlib.import_module("mok.cuda_backend").check(workspace)
-            return schedule, output, context
-
-        return VirtualGroup(self.num_ranks).run(rank)
-
-
-def simulate(
-    problem: Problem, seed: int, *, device_barriers: bool = False, **settings: float
-) -> list[tuple[object, Tensor, object]]:
-    sim = Simulator(seed=seed, num_ranks=problem.num_ranks if device_barriers else 1, **settings)
-    with simulated_kernels(sim, device_barriers=device_barriers):
-        result = problem.run("cuda")
-    sim.raise_reports()
-    return result
-
-
-PROBLEMS = {
-    "small": Problem(),
-    "odd sizes": Problem(num_tokens=77, hidden_size=200, intermediate_size=72, num_experts=5, top_k=3),
-    "several blocks and tiles": Problem(num_tokens=300, hidden_size=320, intermediate_size=136, shared_size=72),
-    "one expert": Problem(num_tokens=150, routing="one expert"),
-    "dropped": Problem(routing="dropped", swiglu_limit=0.5),
-    "all dropped": Problem(routing="all dropped", shared_size=64),
-    "one token": Problem(num_tokens=1, num_experts=8, top_k=8),
-    "two ranks": Problem(num_ranks=2, num_tokens=50, shared_size=64, routing="dropped"),
-    "two ranks, one expert": Problem(num_ranks=2, num_tokens=90, routing="one expert"),
-    "two ranks, the other has no tokens": Problem(num_ranks=2, num_tokens=70, is_uneven=True, shared_size=64),
-    "four uneven ranks": Problem(num_ranks=4, num_tokens=60, num_experts=4, is_uneven=True),
-    "no tokens": Problem(num_tokens=0),
-    "two ranks, no tokens": Problem(num_ranks=2, num_tokens=0),
-    "four ranks": Problem(num_ranks=4, num_tokens=30, num_experts=8, top_k=3),
-}
+from mok.testing import relative_l2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -127,27 +23,10 @@ def test_forward(name: str, seed: int) -> None:
     check_results(simulate(PROBLEMS[name], seed), PROBLEMS[name])
 
 
-RANK_PROBLEMS = [name for name, problem in PROBLEMS.items() if problem.num_ranks > 1]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", RANK_PROBLEMS)
 def test_ranks_that_meet_inside_the_kernel(name: str, seed: int) -> None:
     check_results(simulate(PROBLEMS[name], seed, device_barriers=True), PROBLEMS[name])
-
-
-def check_results(results: list[tuple[object, Tensor, object]], problem: Problem) -> None:
-    for simulated, expected in zip(results, problem.run("torch"), strict=True):
-        num_rows = int(expected[0].expert_offsets[-1])
-        assert torch.equal(simulated[0].row_route[:num_rows], expected[0].row_route)
-        for field in ("expert_offsets", "route_row", "route_rank"):
-            assert torch.equal(getattr(simulated[0], field), getattr(expected[0], field)), field
-        assert relative_l2(simulated[1], expected[1]) < 2e-3
-        for field in ("gate_up", "shared_gate_up"):
-            actual, wanted = getattr(simulated[2], field), getattr(expected[2], field)
-            kept = min(len(actual), len(wanted))  # gate and up of more rows are computed again in backward
-            assert kept or not len(wanted)
-            assert relative_l2(actual[:kept], wanted[:kept]) < 2e-3, field
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -163,19 +42,6 @@ def test_forward_does_not_depend_on_the_interleaving() -> None:
     for other in results[1:]:
         assert torch.equal(other[1], results[0][1])
         assert torch.equal(other[2].gate_up, results[0][2].gate_up)
-
-
-def edit(pattern: str, replacement: str, only: int | None = None) -> Callable[[str], str]:
-    """A PTX edit: every match, or the one of that number."""
-
-    def apply(text: str) -> str:
-        matches = list(re.finditer(pattern, text))
-        assert matches, f"the kernels no longer contain {pattern}"
-        for match in reversed(matches if only is None else [matches[only]]):
-            text = text[: match.start()] + match.expand(replacement) + text[match.end() :]
-        return text
-
-    return apply
 
 
 INIT = r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (%r\d+);"
@@ -219,7 +85,7 @@ def test_planted_faults(name: str, seed: int) -> None:
     change, kinds, text = FAULTS[name]
     load_extension()
     sim = Simulator(seed=seed)
-    with simulated_kernels(sim), sim.edited_ptx(change), pytest.raises(RuntimeError):
+    with simulated_kernels(sim), sim.edited_ptx("Forward", change), pytest.raises(RuntimeError):
         PROBLEMS["several blocks and tiles"].run("cuda")
     reports = sim.take_reports()
     assert kinds & {kind for kind, _ in reports}
@@ -246,7 +112,7 @@ def test_planted_faults_between_ranks(name: str, seed: int) -> None:
     change, kinds, text = RANK_FAULTS[name]
     load_extension()
     sim = Simulator(seed=seed, num_ranks=2, grace_ms=1000)
-    with simulated_kernels(sim, device_barriers=True), sim.edited_ptx(change), pytest.raises(RuntimeError):
+    with simulated_kernels(sim, device_barriers=True), sim.edited_ptx("Forward", change), pytest.raises(RuntimeError):
         PROBLEMS["two ranks"].run("cuda")
     reports = sim.take_reports()
     assert kinds & {kind for kind, _ in reports}
@@ -259,7 +125,7 @@ def test_swapped_swizzle() -> None:
     sim = Simulator()
     swap = edit(r"(or\.b64\s+%rd\d+, %rd\d+, )46116\d+;", r"\g<1>-9223371899348713472;")
     problem = PROBLEMS["small"]
-    with simulated_kernels(sim), sim.edited_ptx(swap):
+    with simulated_kernels(sim), sim.edited_ptx("Forward", swap):
         try:
             output = problem.run("cuda")[0][1]
         except RuntimeError:

@@ -30,12 +30,8 @@ struct RowPointers {
 };
 
 // `packed[2 * g + h]` holds columns 8g + 2(lane % 4) + {0, 1} of row lane / 4 + 8h, as wgmma leaves its accumulators.
-// They go to columns first_column and following of the rows; what lies at or beyond num_columns (a multiple of 8) is
-// dropped. The detour through shared memory turns 4-byte pieces into whole 32-byte sectors. kStreaming: the rows are
-// not read again soon and need not stay in L2.
-template <bool kStreaming>
-__device__ __forceinline__ void store_strip(uint32_t staging, uint32_t const* packed, RowPointers const& rows,
-                                            int first_column, int num_columns) {
+// The detour through shared memory turns 4-byte pieces into whole 32-byte sectors.
+__device__ __forceinline__ void stage_strip(uint32_t staging, uint32_t const* packed) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const written = staging + (lane % 8 + lane / 8 % 2 * 8) * kStripPitch + lane / 16 * kChunkBytes;
 #pragma unroll
@@ -44,11 +40,26 @@ __device__ __forceinline__ void store_strip(uint32_t staging, uint32_t const* pa
                          packed[4 * j + 3]);
     }
     __syncwarp();
-    int const column = first_column + lane % kLanesPerRow * 8;
+}
+
+// Columns 8(lane % kLanesPerRow) and following of this lane's i-th row of the staged strip.
+__device__ __forceinline__ int4 staged_row(uint32_t staging, int i) {
+    int const lane = threadIdx.x % kWarpSize;
     uint32_t const read = staging + lane / kLanesPerRow * kStripPitch + lane % kLanesPerRow * kChunkBytes;
+    return ptx::ld_shared_v4(read + i * kRowsAtATime * kStripPitch);
+}
+
+// Stores a packed strip to columns first_column and following of the rows; what lies at or beyond num_columns (a
+// multiple of 8) is dropped. kStreaming: the rows are not read again soon and need not stay in L2.
+template <bool kStreaming>
+__device__ __forceinline__ void store_strip(uint32_t staging, uint32_t const* packed, RowPointers const& rows,
+                                            int first_column, int num_columns) {
+    int const lane = threadIdx.x % kWarpSize;
+    stage_strip(staging, packed);
+    int const column = first_column + lane % kLanesPerRow * 8;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
-        int4 const value = ptx::ld_shared_v4(read + i * kRowsAtATime * kStripPitch);
+        int4 const value = staged_row(staging, i);
         if (rows.row[i] == nullptr || column >= num_columns) continue;
         if constexpr (kStreaming) {
             ptx::st_global_v4(rows.row[i] + column, value, ptx::createpolicy_evict_first());

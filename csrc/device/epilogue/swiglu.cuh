@@ -40,4 +40,26 @@ __device__ __forceinline__ void swiglu_pairs(uint32_t (&gate)[kPairs], uint32_t 
     }
 }
 
+// What backward needs of one element: a, and the derivatives of a by gate and up.
+struct SwigluSlopes {
+    float activation;
+    float by_gate;
+    float by_up;
+};
+
+// by_gate = u (s + silu(g) (1 - s)) with s = sigmoid(g), by_up = silu(g); zero beyond the limit, as torch.clamp has it.
+template <bool kClamped>
+__device__ __forceinline__ SwigluSlopes swiglu_slopes(float gate, float up, float limit) {
+    float const g = kClamped ? ptx::min_nan(gate, limit) : gate;
+    float const u = kClamped ? ptx::max_nan(ptx::min_nan(up, limit), -limit) : up;
+    float const sigmoid = fmaf(0.5f, ptx::tanh_approx(0.5f * g), 0.5f);
+    float const s = silu(g);
+    SwigluSlopes slopes = {s * u, u * fmaf(s, 1.0f - sigmoid, sigmoid), s};
+    if constexpr (kClamped) {
+        if (gate > limit) slopes.by_gate = 0.0f;
+        if (fabsf(up) > limit) slopes.by_up = 0.0f;
+    }
+    return slopes;
+}
+
 }  // namespace mok

@@ -1,4 +1,4 @@
-// output[t] = (shared_output[t] +) sum over k of router_weights[t, k] * route_output[t, k], in that order, in fp32.
+// output[t] = (shared_output[t] +) sum over k of route_weights[t, k] * route_output[t, k], in that order, in fp32.
 #pragma once
 
 #include "../../device/epilogue/store_rows.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void add_scaled(float (&sum)[8], int4 const& values, 
 }
 
 // One token by one warp. Lane k holds route k's weight; `live` has a bit for each route that was not dropped.
-__device__ __forceinline__ void combine_token(ForwardParams const& p, int token, uint32_t live, float weight) {
+__device__ __forceinline__ void combine_token(MoeParams const& p, int token, uint32_t live, float weight) {
     constexpr int kBatch = 8;
     int const lane = threadIdx.x % kWarpSize;
     uint64_t const streaming = ptx::createpolicy_evict_first();
@@ -54,25 +54,28 @@ __device__ __forceinline__ void combine_token(ForwardParams const& p, int token,
 }
 
 // The token's live routes as a ballot, the row of each in its lane (-1 dropped).
-__device__ __forceinline__ uint32_t live_routes(ForwardParams const& p, int token, int& row) {
+__device__ __forceinline__ uint32_t live_routes(MoeParams const& p, int token, int& row) {
     int const lane = threadIdx.x % kWarpSize;
     row = lane < p.top_k ? p.route_row[int64_t{token} * p.top_k + lane] : -1;
     return __ballot_sync(0xFFFFFFFFu, row >= 0);
 }
 
-__device__ __forceinline__ void combine_live(ForwardParams const& p, int token, uint32_t live) {
+__device__ __forceinline__ void combine_live(MoeParams const& p, int token, uint32_t live) {
     int const lane = threadIdx.x % kWarpSize;
-    float const weight = (live >> lane & 1) ? p.router_weights[int64_t{token} * p.top_k + lane] : 0.0f;
+    bool const is_live = live >> lane & 1;
+    float const weight = !is_live                     ? 0.0f
+                         : p.route_weights == nullptr ? 1.0f
+                                                      : p.route_weights[int64_t{token} * p.top_k + lane];
     combine_token(p, token, live, weight);
 }
 
-// One GPU: walks the routed rows in order and combines each token at its last row, the moment that all of its rows
-// exist. Only the tokens of the last blocks are left when the GEMMs end.
-__device__ __forceinline__ void combine_rows(ForwardParams const& p, int block, int block_row, int& done_blocks,
+// Walks the routed rows in order and combines each token at its last row, the moment that all of its rows exist. Only
+// the tokens of the last blocks are left when the GEMMs end.
+__device__ __forceinline__ void combine_rows(MoeParams const& p, int block, int block_row, int& done_blocks,
                                              WaitReport const& report) {
     BlockEntry const entry = p.blocks[block];
     if (block_row >= entry.num_rows) return;
-    wait_down(p, kRoutedSegment, done_blocks, block, report);
+    wait_second(p, kRoutedSegment, done_blocks, block, report);
     int const num_rows = min_int(kWarpSize, entry.num_rows - block_row);
     int const first_row = entry.first_row + block_row;
     int const lane = threadIdx.x % kWarpSize;
@@ -92,7 +95,7 @@ __device__ __forceinline__ void combine_rows(ForwardParams const& p, int block, 
 }
 
 // Tokens by index: all of them, or only those without a live route.
-__device__ __forceinline__ void combine_tokens(ForwardParams const& p, int first_token, bool only_dropped) {
+__device__ __forceinline__ void combine_tokens(MoeParams const& p, int first_token, bool only_dropped) {
     for (int token = first_token; token < min_int(first_token + kWarpSize, p.num_tokens); ++token) {
         int row;
         uint32_t const live = live_routes(p, token, row);
@@ -101,14 +104,17 @@ __device__ __forceinline__ void combine_tokens(ForwardParams const& p, int first
 }
 
 // Called by any warp that has time, any number of times: items come from a counter.
-__device__ __forceinline__ void combine(ForwardParams const& p, WaitReport const& report) {
+__device__ __forceinline__ void combine(MoeParams const& p, WaitReport const& report) {
     constexpr int kGroups = kBlockRows / kWarpSize;
+    if (p.output == nullptr) return;
     int const lane = threadIdx.x % kWarpSize;
-    bool const by_row = p.world_size == 1;
-    int const num_row_items = by_row ? *p.num_routed_blocks * kGroups : 0;
+    bool const by_row = p.combine_by_row;
+    int const num_blocks = p.gemm ? num_routed_blocks(p) : 0;
+    int const num_row_items = by_row ? num_blocks * kGroups : 0;
     int const num_items = num_row_items + ceil_div(p.num_tokens, kWarpSize);
     int done_blocks = 0, done_shared_blocks = 0;
-    if (by_row) wait_down(p, kSharedSegment, done_shared_blocks, p.num_shared_blocks - 1, report);
+    if (p.gemm) wait_second(p, kSharedSegment, done_shared_blocks, p.num_shared_blocks - 1, report);
+    if (!by_row) wait_second(p, kRoutedSegment, done_blocks, num_blocks - 1, report);
     for (;;) {
         int item = lane == 0 ? ptx::atom_relaxed_gpu_add(&p.counters->next_combine, 1) : 0;
         item = __shfl_sync(0xFFFFFFFFu, item, 0);

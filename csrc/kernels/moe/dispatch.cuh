@@ -74,76 +74,85 @@ class RowCopier {
 };
 
 // One warp of each CTA copies its share of the tokens to where the peers read them.
-__device__ __forceinline__ void publish_tokens(ForwardParams const& p, RowCopier& copier) {
+__device__ __forceinline__ void publish_tokens(MoeParams const& p, RowCopier& copier) {
     int const lane = threadIdx.x % kWarpSize;
     int const batch_rows = copier.batch_rows();
-    for (int first = blockIdx.x * batch_rows; first < p.num_tokens; first += gridDim.x * batch_rows) {
-        int const num_rows = min_int(batch_rows, p.num_tokens - first);
-        copier.copy(p.published_x[p.rank] + int64_t{first} * p.hidden, p.x + int64_t{first + lane} * p.hidden, num_rows,
-                    [] {});
+    for (int i = 0; i < p.num_streams; ++i) {
+        TokenStream const& stream = p.streams[i];
+        for (int first = blockIdx.x * batch_rows; first < p.num_tokens; first += gridDim.x * batch_rows) {
+            int const num_rows = min_int(batch_rows, p.num_tokens - first);
+            copier.copy(stream.published[p.rank] + int64_t{first} * p.hidden,
+                        stream.tokens + int64_t{first + lane} * p.hidden, num_rows, [] {});
+        }
     }
     if (lane == 0) ptx::red_release_gpu_add(&p.counters->published_ctas, 1);
 }
 
 // Where the token of a routed row lies; source rank and token are packed in the route.
-__device__ __forceinline__ bf16 const* token_of_row(ForwardParams const& p, int row) {
+__device__ __forceinline__ bf16 const* token_of_row(MoeParams const& p, TokenStream const& stream, int row) {
     int const token = p.row_route[row] / p.top_k;
-    if (p.world_size == 1) return p.x + int64_t{token} * p.hidden;
+    if (p.world_size == 1) return stream.tokens + int64_t{token} * p.hidden;
     int const source = token / p.token_capacity;
-    bf16 const* const tokens = source == p.rank ? p.x : p.published_x[source];
+    bf16 const* const tokens = source == p.rank ? stream.tokens : stream.published[source];
     return tokens + int64_t{token - source * p.token_capacity} * p.hidden;
 }
 
 // Some rows of a block, for one batch of the copier.
 struct GatherItem {
+    int stream;
     int block;  // -1: none left
     int first_row;
     int num_rows;
     bf16 const* source;  // of this lane's row
 };
 
-// Takes the next rows in the order in which the GEMMs will ask. A batch is a small part of a block, so that all SMs
-// work on the first block and it is there soon.
-__device__ __forceinline__ GatherItem next_gather_item(ForwardParams const& p, int batch_rows) {
+// Takes the next rows, stream after stream, in the order in which the GEMMs will ask. A batch is a small part of a
+// block, so that all SMs work on the first block and it is there soon.
+__device__ __forceinline__ GatherItem next_gather_item(MoeParams const& p, int num_blocks, int batch_rows) {
     int const lane = threadIdx.x % kWarpSize;
     int const items_per_block = ceil_div(kBlockRows, batch_rows);
     for (;;) {
         int item = lane == 0 ? ptx::atom_relaxed_gpu_add(&p.counters->next_gather, 1) : 0;
         item = __shfl_sync(0xFFFFFFFFu, item, 0);
-        int const block = item / items_per_block;
-        if (block >= *p.num_routed_blocks) return {-1, 0, 0, nullptr};
+        if (item >= p.num_streams * num_blocks * items_per_block) return {0, -1, 0, 0, nullptr};
+        int const stream = item / (num_blocks * items_per_block);
+        int const block = item / items_per_block - stream * num_blocks;
         BlockEntry const entry = p.blocks[block];
         int const first = item % items_per_block * batch_rows;
-        int const num_rows = min_int(batch_rows, entry.num_rows - first);
+        int const num_rows = min_int(batch_rows, padded_rows(p, entry.num_rows) - first);
         if (num_rows <= 0) continue;
-        return {block, first, num_rows, token_of_row(p, entry.first_row + first + min_int(lane, num_rows - 1))};
+        int const row = first + min_int(lane, num_rows - 1);
+        bf16 const* const source =
+            row < entry.num_rows ? token_of_row(p, p.streams[stream], entry.first_row + row) : p.zero_row;
+        return {stream, block, first, num_rows, source};
     }
 }
 
-// Waits until the gate+up tiles of the block that held this slot of the input ring are done.
-__device__ __forceinline__ void wait_input_slot(ForwardParams const& p, int block, WaitReport const& report) {
+// Waits until the tiles that read the block which held this slot of the ring are done.
+__device__ __forceinline__ void wait_input_slot(MoeParams const& p, int block, WaitReport const& report) {
     SegmentParams const& segment = p.segments[kRoutedSegment];
     int const previous = block - segment.ring_blocks;
     if (previous < 0) return;
-    wait_at_least(&segment.gate_up_done[previous], stores_of_block(p.blocks[previous].num_rows, segment.gate_up_tiles),
+    wait_at_least(&segment.first_done[previous], stores_of_block(p.blocks[previous].num_rows, segment.first_tiles),
                   kRingTimeout, previous, report);
 }
 
 // While one item is loaded, the item before is reported, the next one is looked up, and the slot is waited for.
-__device__ __forceinline__ void gather_rows(ForwardParams const& p, RowCopier& copier, WaitReport const& report) {
+__device__ __forceinline__ void gather_rows(MoeParams const& p, RowCopier& copier, WaitReport const& report) {
     auto const report_item = [&](GatherItem const& item) {
         if (item.num_rows > 0 && threadIdx.x % kWarpSize == 0) {
-            ptx::red_release_gpu_add(&p.gathered[item.block], item.num_rows);
+            ptx::red_release_gpu_add(&p.streams[item.stream].gathered[item.block], item.num_rows);
         }
     };
+    int const num_blocks = num_routed_blocks(p);
     GatherItem previous = {};
-    GatherItem item = next_gather_item(p, copier.batch_rows());
+    GatherItem item = next_gather_item(p, num_blocks, copier.batch_rows());
     while (item.block >= 0) {
         GatherItem next;
         int64_t const slot = ring_row(p.segments[kRoutedSegment], item.block) + item.first_row;
-        copier.copy(p.gathered_x + slot * p.hidden, item.source, item.num_rows, [&] {
+        copier.copy(p.streams[item.stream].rows + slot * p.hidden, item.source, item.num_rows, [&] {
             report_item(previous);
-            next = next_gather_item(p, copier.batch_rows());
+            next = next_gather_item(p, num_blocks, copier.batch_rows());
             wait_input_slot(p, item.block, report);
         });
         previous = item;

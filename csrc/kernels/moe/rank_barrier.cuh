@@ -7,13 +7,13 @@
 namespace mok {
 
 // Called by one warp of the rank once all of the rank's work before the barrier is released to it.
-__device__ __forceinline__ void signal_ranks(ForwardParams const& p, int barrier) {
+__device__ __forceinline__ void signal_ranks(MoeParams const& p, int barrier) {
     uint32_t const generation = p.counters->barrier_generation + barrier + 1;
     ptx::fence_acq_rel_sys();
     for (int peer = 0; peer < p.world_size; ++peer) ptx::st_release_sys(p.flags[peer] + p.rank, generation);
 }
 
-__device__ __forceinline__ void wait_ranks(ForwardParams const& p, int barrier, WaitReport const& report) {
+__device__ __forceinline__ void wait_ranks(MoeParams const& p, int barrier, WaitReport const& report) {
     uint32_t const generation = p.counters->barrier_generation + barrier + 1;
     for (int peer = 0; peer < p.world_size; ++peer) {
         wait_generation(p.flags[p.rank] + peer, generation, peer, report);

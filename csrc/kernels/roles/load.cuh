@@ -6,27 +6,42 @@
 
 namespace mok {
 
-// The tile of A is this CTA's own. The weight tile B comes in two halves: CTAs that share it load one each and
-// multicast it.
-template <class Op>
-__device__ __forceinline__ void load_stage(TensorMaps const& maps, SharedStorage& storage, int slot, Task const& task,
-                                           Tile const& tile, int input_row, int depth) {
-    constexpr int kHalfBytes = kTileBytesB / 2;
+// A part of an operand tile, and where it lies in memory.
+struct Box {
+    CUtensorMap const* map;
+    int column;
+    int row;
+    int matrix;
+};
+
+// The tile of A is this CTA's own. CTAs that share the tile of B load half of its boxes each and multicast them.
+template <class Op, class Params, class Maps>
+__device__ __forceinline__ void load_stage(Params const& params, Maps const& maps, SharedStorage& storage, int slot,
+                                           Task const& task, Tile const& tile, int depth) {
     uint32_t const full = shared_address(&storage.tiles.full[slot]);
-    uint32_t const b = shared_address(storage.b[slot]);
     ptx::mbarrier_arrive_expect_tx(full, kTileBytesA + kTileBytesB);
-    ptx::cp_async_bulk_tensor_3d(shared_address(storage.a[slot]), Op::input_map(maps, task.segment), depth, input_row,
-                                 0, full);
+#pragma unroll
+    for (int i = 0; i < Op::kBoxesA; ++i) {
+        Box const box = Op::box_a(params, maps, task, tile, depth, i);
+        ptx::cp_async_bulk_tensor_3d(shared_address(storage.a[slot]) + i * (kTileBytesA / Op::kBoxesA), box.map,
+                                     box.column, box.row, box.matrix, full);
+    }
+    uint32_t const b = shared_address(storage.b[slot]);
+    constexpr int kBytes = kTileBytesB / Op::kBoxesB;
     if (tile.multicast) {
-        int const half = ptx::cluster_ctarank();
-        auto const source = Op::weight_half(maps, task.segment, tile.column, half);
-        ptx::cp_async_bulk_tensor_3d_multicast(b + half * kHalfBytes, source.map, depth, source.row, task.expert, full,
-                                               (1 << kClusterSize) - 1);
+        constexpr int kShare = Op::kBoxesB / kClusterSize;
+        int const first = ptx::cluster_ctarank() * kShare;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            Box const box = Op::box_b(params, maps, task, tile, depth, first + i);
+            ptx::cp_async_bulk_tensor_3d_multicast(b + (first + i) * kBytes, box.map, box.column, box.row, box.matrix,
+                                                   full, (1 << kClusterSize) - 1);
+        }
         return;
     }
-    for (int half = 0; half < 2; ++half) {
-        auto const source = Op::weight_half(maps, task.segment, tile.column, half);
-        ptx::cp_async_bulk_tensor_3d(b + half * kHalfBytes, source.map, depth, source.row, task.expert, full);
+    for (int i = 0; i < Op::kBoxesB; ++i) {
+        Box const box = Op::box_b(params, maps, task, tile, depth, i);
+        ptx::cp_async_bulk_tensor_3d(b + i * kBytes, box.map, box.column, box.row, box.matrix, full);
     }
 }
 
@@ -43,12 +58,11 @@ __device__ __forceinline__ void load_role(typename Program::Params const& params
             using Op = decltype(op);
             ptx::fence_proxy_async_global();  // the rows were written by ordinary stores, which the scheduler has
                                               // waited for
-            Tile const tile =
-                tile_of_cta(task.num_rows, task.column, Op::column_tiles(params, task), ptx::cluster_ctarank());
-            int const input_row = Op::input_row(task) + tile.block_row;
-            for (int depth = 0; depth < Op::depth(params, task); depth += kTileDepth) {
+            Tile const tile = Op::tile(params, task, ptx::cluster_ctarank());
+            int const num_steps = Op::num_steps(params, task);
+            for (int step = 0; step < num_steps; ++step) {
                 storage.tiles.acquire(at, report);
-                load_stage<Op>(maps, storage, at.slot(), task, tile, input_row, depth);
+                load_stage<Op>(params, maps, storage, at.slot(), task, tile, step * kTileDepth);
                 at.advance();
             }
         });

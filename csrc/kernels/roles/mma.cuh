@@ -34,8 +34,14 @@ class OwedSignal {
     uint32_t* counter_ = nullptr;
 };
 
-template <class Program>
-__device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], SharedStorage& storage,
+__device__ __forceinline__ void clear_accumulators(float (&acc)[kAccumulators]) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
+}
+
+// acc (+)= the product over num_steps stages.
+template <class L, class Program>
+__device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], bool accumulate, SharedStorage& storage,
                                               RingPosition<kStages>& at, int num_steps, int warpgroup,
                                               OwedSignal<Program>& owed, WaitReport const& report) {
     if (!storage.tiles.is_full(at)) owed.pay();
@@ -44,8 +50,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], Share
     for (int step = 0; step < num_steps; ++step) {
         storage.tiles.wait(at, report);
         ptx::wgmma_fence();
-        mma_step(acc, shared_address(storage.a[at.slot()]) + warpgroup * kWarpgroupRows * kTileRowBytes,
-                 shared_address(storage.b[at.slot()]), step > 0);
+        mma_step<L>(acc, shared_address(storage.a[at.slot()]) + warpgroup * kWarpgroupRows * kTileRowBytes,
+                    shared_address(storage.b[at.slot()]), accumulate || step > 0);
         ptx::wgmma_commit_group();
         if (step == last_before_pay) owed.pay();
         ptx::wgmma_wait_group<1>();
@@ -71,13 +77,21 @@ __device__ __forceinline__ void mma_role(typename Program::Params const& params,
     for (;;) {
         if (!tasks.is_ready(storage)) owed.pay();
         if (!tasks.next(storage, report, task)) break;
-        Tile const tile =
-            tile_of_cta(task.num_rows, task.column, Program::column_tiles(params, task), ptx::cluster_ctarank());
+        Tile const tile = Program::tile(params, task, ptx::cluster_ctarank());
         // Lane r % 16 keeps what the epilogue must know of row r, loaded here so that the multiplication hides the
         // latency.
         auto const row_info = Program::row_info(params, task, tile, warp * kStripRows);
-        multiply_tile(acc, storage, at, ceil_div(Program::depth(params, task), kTileDepth), warpgroup, owed, report);
-        if (tile.num_rows == 0) continue;
+        int const num_steps = Program::num_steps(params, task);
+        bool const accumulate = Program::load_accumulators(params, task, acc);
+        if (num_steps > 0) {
+            Program::with_layout(task.kind, [&](auto layout) {
+                multiply_tile<decltype(layout)>(acc, accumulate, storage, at, num_steps, warpgroup, owed, report);
+            });
+        } else {
+            owed.pay();
+            if (!accumulate) clear_accumulators(acc);
+        }
+        if (tile.num_rows == 0 || Program::store_accumulators(params, task, acc)) continue;
         Program::with_op(task.kind, [&](auto op) {
             decltype(op)::store(params, task, tile, acc, staging, warp * kStripRows, row_info);
         });

@@ -28,15 +28,15 @@ __device__ __forceinline__ void scheduler_role(typename Program::Params const& p
     if (threadIdx.x % kWarpSize != 0) return;
     WaitReport const report = Program::report(params);
     auto const tasks = Program::tasks(params);
+    typename Program::Progress progress = {};
     RingPosition<kTaskSlots> at;
     for (;;) {
         storage.task_ring.acquire(at, report);
         Task task;
         do {
             task = tasks.decode(ptx::atom_relaxed_gpu_add(&params.counters->next_task, 1));
-        } while (task.kind != kLastTask &&
-                 is_idle_slot(task.num_rows, task.column, Program::column_tiles(params, task)));
-        Program::wait_ready(params, task, report);
+        } while (task.kind != kLastTask && Program::is_idle(params, task));
+        if (task.kind != kLastTask) Program::wait_ready(params, task, progress, report);
         publish_task(storage, at, task);
         if (task.kind == kLastTask) return;
         at.advance();

@@ -132,12 +132,14 @@ const char* sim_instruction_table() {
     return result_text.c_str();
 }
 
-const char* sim_embedded_ptx() {
-    result_text = embedded_ptx();
-    return result_text.c_str();
+bool sim_embedded_ptx(const char* kernel, const char** text) {
+    return guarded([&] {
+        result_text = embedded_ptx(kernel);
+        *text = result_text.c_str();
+    });
 }
-bool sim_replace_ptx(const char* text) {
-    return guarded([&] { replace_ptx(text); });
+bool sim_replace_ptx(const char* kernel, const char* text) {
+    return guarded([&] { replace_ptx(kernel, text); });
 }
 
 void* sim_tensor_map_encoder() {

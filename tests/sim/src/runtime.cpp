@@ -225,24 +225,35 @@ CUresult encode_tiled(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t 
     return CUDA_SUCCESS;
 }
 
-}  // namespace
-
-std::string embedded_ptx() {
-    std::lock_guard lock(binaries_mutex);
-    std::string text;
-    for (auto* b : binaries)
-        for (auto& ptx : b->ptx) text += ptx;
-    return text;
+// The one binary that has an entry of this name.
+FatBinary* binary_with(const std::string& kernel) {
+    std::vector<FatBinary*> found;
+    for (auto* b : binaries) {
+        if (b->ptx.size() != 1) continue;
+        for (size_t at = 0; (at = b->ptx[0].find(".entry ", at)) != std::string::npos; ++at) {
+            if (b->ptx[0].substr(at, b->ptx[0].find('(', at) - at).find(kernel) == std::string::npos) continue;
+            found.push_back(b);
+            break;
+        }
+    }
+    if (found.size() != 1)
+        throw PtxError("expected one source file with a kernel like " + kernel + ", got " +
+                       std::to_string(found.size()));
+    return found[0];
 }
 
-void replace_ptx(const std::string& text) {
+}  // namespace
+
+std::string embedded_ptx(const std::string& kernel) {
     std::lock_guard lock(binaries_mutex);
-    std::vector<FatBinary*> with_ptx;
-    for (auto* b : binaries)
-        if (!b->ptx.empty()) with_ptx.push_back(b);
-    if (with_ptx.size() != 1) throw PtxError("expected one binary with PTX, got " + std::to_string(with_ptx.size()));
-    with_ptx[0]->ptx = {text};
-    with_ptx[0]->modules.clear();
+    return binary_with(kernel)->ptx[0];
+}
+
+void replace_ptx(const std::string& kernel, const std::string& text) {
+    std::lock_guard lock(binaries_mutex);
+    FatBinary* b = binary_with(kernel);
+    b->ptx = {text};
+    b->modules.clear();
 }
 
 void* tensor_map_encoder() {
