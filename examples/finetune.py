@@ -3,11 +3,13 @@
 
 With no arguments: train a tokenizer and a small Qwen3-MoE on the docstrings of Python's standard library, save them as
 a Hugging Face checkpoint, load it back with mok, fine-tune it on the topics of help(), and measure it on topics
-that were held out. With --model and --data: your own checkpoint, your own text.
+that were held out. With --model and --data: your own checkpoint, your own text. With --compare: a Qwen3-MoE of random
+weights (1.3 B of them on a GPU), trained by transformers' Trainer with transformers' experts and with mok's.
 
     python3 examples/finetune.py
     python3 examples/finetune.py --model PATH --data FILE.jsonl
     torchrun --nproc-per-node 2 examples/finetune.py        # each process holds half of the experts of every layer
+    python3 examples/finetune.py --compare
 
 The output folder then has `model/` (a Hugging Face checkpoint), `loss.png`, `expert_load.png` and `history.json`.
 """
@@ -108,18 +110,26 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, metavar="FILE", help='.txt, or .jsonl with a "text" in each line; none: Python topics')
     add("--output", type=Path, metavar="DIR", default=Path("outputs/finetune"), help="default: %(default)s")
     add("--resume", action="store_true", help="go on where an unfinished run in --output stopped")
-    add("--steps", type=positive(int), metavar="N", default=160, help="of fine-tuning; default: %(default)s")
+    add("--steps", type=positive(int), metavar="N", help="default: 160; 50 with --compare")
     add("--base-steps", type=positive(int), metavar="N", default=400, help="of the small model; default: %(default)s")
     add("--batch-size", type=positive(int), metavar="N", default=8, help="of all processes; default: %(default)s")
-    add("--sequence-length", type=positive(int), metavar="N", default=128, help="in tokens; default: %(default)s")
-    add("--learning-rate", type=positive(float), metavar="X", help="peak; default: 2e-3, or 2e-5 with --model")
+    add("--sequence-length", type=positive(int), metavar="N", help="in tokens; default: 128, or that of --size")
+    add(
+        "--learning-rate", type=positive(float), metavar="X", help="peak; default: 2e-3, 2e-5 with --model, or --size's"
+    )
     add("--auxiliary-loss", type=float, metavar="X", default=0.01, help="of load balancing; default: %(default)s")
     add("--clip", type=positive(float), metavar="X", default=1.0, help="largest gradient norm; default: %(default)s")
     add("--evaluate-every", type=positive(int), metavar="N", default=25, help="steps; default: %(default)s")
     add("--checkpoint-every", type=positive(int), metavar="N", default=50, help="steps; default: %(default)s")
     add("--seed", type=int, metavar="N", default=0, help="default: %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is a GPU")
+    add("--compare", action="store_true", help="train with transformers' experts and with mok's, and compare")
+    add("--size", choices=("tiny", "1b"), help="of the model to --compare with; default: 1b on a GPU, else tiny")
     options = parser.parse_args()
+    options.steps = options.steps or (50 if options.compare else 160)
+    if options.compare:
+        return options
+    options.sequence_length = options.sequence_length or 128
     options.learning_rate = options.learning_rate or (2e-5 if options.model else 2e-3)
     return options
 
@@ -204,7 +214,15 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        finetune(options, start_ranks(options))
+        ranks = start_ranks(options)
+        if options.compare and ranks.size > 1:
+            raise InputError(f"--compare: expected one process, got {ranks.size}")
+        if options.compare:
+            from comparison import compare  # here, because the Trainer takes a while to import
+
+            compare(options)
+        else:
+            finetune(options, ranks)
     except InputError as error:
         sys.exit(f"finetune.py: error: {error}")
     finally:

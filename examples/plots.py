@@ -1,6 +1,7 @@
 """The pictures of the fine-tuning example."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -42,5 +43,25 @@ def plot_expert_load(loads: list[Tensor], path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[1].set_xlabel("expert")
     figure.colorbar(image, ax=panels, label="tokens, relative to an even share")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Losses, tokens per second and peak GPU memory, where there is one, of each way to train."""
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(3, 2, 2), layout="constrained")
+    for (way, result), style in zip(results.items(), ("-", "--", "-.", ":"), strict=True):
+        panels[0].plot(range(1, len(result["losses"]) + 1), result["losses"], style, label=way)
+    panels[0].set(xlabel="step", ylabel="cross entropy per token (nats)", title="Loss")
+    panels[0].legend()
+    speeds = [result["tokens_per_second"] for result in results.values()]
+    memory = [(result["peak_bytes"] or 0) / 2**30 for result in results.values()]
+    bars_of = (("tokens/s", speeds, "{:,.0f}"), ("peak GPU memory, GiB", memory, "{:.1f}"))
+    for axes, (title, values, fmt) in zip(panels[1:], bars_of, strict=True):
+        bars = axes.barh(list(results), values, color=[f"C{index}" for index in range(len(values))])
+        axes.bar_label(bars, fmt=fmt, label_type="center")
+        axes.invert_yaxis()
+        axes.set(title=title)
+    panels[2].set(yticks=[], visible=any(memory))
     figure.savefig(path, dpi=120)
     plt.close(figure)

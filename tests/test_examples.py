@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import comparison
 import corpus
 import finetune
 import pytest
@@ -143,6 +144,28 @@ def test_expert_parallel_run_has_the_same_losses(tiny, tmp_path, monkeypatch):
     expected = load_file(one / "model" / "model.safetensors")
     for name, tensor in load_file(two / "model" / "model.safetensors").items():
         assert_close_rel_l2(name, tensor, expected[name], 1e-4)
+
+
+def test_comparison_has_the_same_losses_in_each_way(tiny, tmp_path, monkeypatch, capsys):
+    options = ["--compare", "--size", "tiny", "--steps", "8", "--device", "cpu", "--data", str(tiny / "data.txt")]
+    run_here(monkeypatch, *options, "--output", str(tmp_path))
+    output = tmp_path / "compare-tiny"
+    results = json.loads((output / "comparison.json").read_text())
+    assert list(results) == list(comparison.WAYS)
+    expected = results["transformers, eager"]["losses"]
+    assert len(expected) == 8 and expected[-1] < expected[0] - 0.1
+    for way, result in results.items():
+        assert result["losses"] == pytest.approx(expected, rel=1e-4), way
+        assert result["tokens_per_second"] > 0 and result["peak_bytes"] is None
+    assert capsys.readouterr().out.count("tokens/s, loss") == len(comparison.WAYS)
+    assert_is_a_picture(output / "comparison.png")
+    assert AutoModelForCausalLM.from_pretrained(output / "base").config.model_type == "qwen3_moe"
+
+
+def test_comparison_on_a_gpu_is_of_a_billion_parameters():
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**comparison.SIZES["1b"].model, vocab_size=comparison.VOCAB_SIZE))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1.2e9
 
 
 @pytest.mark.parametrize(
