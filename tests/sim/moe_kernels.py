@@ -99,6 +99,7 @@ def simulated_kernels(sim: Simulator, *, device_barriers: bool = False) -> Itera
 
     data_ptr = Tensor.data_ptr
     known: set[int] = set()
+    uninitialised: list[Tensor] = []  # kept, so that their memory does not come back as that of another tensor
 
     def known_pointer(tensor: Tensor) -> int:
         pointer = data_ptr(tensor)
@@ -110,6 +111,7 @@ def simulated_kernels(sim: Simulator, *, device_barriers: bool = False) -> Itera
 
     def empty(workspace: object, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         tensor = torch.full(shape, float("nan") if dtype.is_floating_point else -(2**31) + 77, dtype=dtype)
+        uninitialised.append(tensor)
         if tensor.numel():
             known.add(tensor.untyped_storage().data_ptr())
             sim.add_memory(
