@@ -3,12 +3,14 @@
     python benchmarks/moe.py                      every shape, uniform routing
     python benchmarks/moe.py --shapes 0,2 --skew 1.0 --decode
     python benchmarks/moe.py --ep 4,8             the forward of as many virtual ranks instead, beside that of one rank
+    python benchmarks/moe.py --backward           forward and backward together, and the memory that they take
 
 Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense beside it: the cuBLAS matmuls
 [T K / 4, H] x [H, 2I] and [T K / 4, I] x [I, H], four times. `mok` includes the schedule; `kernel` is forward alone;
 `training` keeps gate and up for backward; these are replays of a CUDA graph, so that Python costs nothing, and `eager`
 is `mok` without one. `grouped` is what transformers does (sort, `torch._grouped_mm`, index_add), `torch` mok's own
-torch backend.
+torch backend. With `--backward` FLOPs count three times, dense also has the two gradient matmuls of each of its own, and
+MiB is the peak beyond what was allocated before the call.
 """
 
 from __future__ import annotations
@@ -155,12 +157,22 @@ class Mok:
             self.workspace, self.config, self.problem.ids, num_local_experts=self.problem.down.shape[0]
         )
 
-    def forward(self, schedule: F.MoKSchedule, save: bool) -> Tensor:
+    def weights(self) -> Any:
         p = self.problem
         width = p.down.shape[2]
-        weights = (None, None, None, p.gate_up[:, :width], p.gate_up[:, width:], p.down)
-        call = (self.config, self.workspace, schedule, p.x, p.weights, *weights)
+        return None, None, None, p.gate_up[:, :width], p.gate_up[:, width:], p.down
+
+    def forward(self, schedule: F.MoKSchedule, save: bool) -> Tensor:
+        p = self.problem
+        call = (self.config, self.workspace, schedule, p.x, p.weights, *self.weights())
         return F.forward(*call, save_for_backward=save)[0]
+
+    def step(self) -> F.MoKGradients:
+        """Forward and backward; x stands in for the gradient of the output."""
+        p, schedule = self.problem, self.schedule()
+        call = (self.config, self.workspace, schedule)
+        _, context = F.forward(*call, p.x, p.weights, *self.weights())
+        return F.backward(*call, context, p.x, p.x, p.weights, *self.weights())
 
 
 def systems(problem: Problem) -> dict[str, Callable[[], object]]:
@@ -175,12 +187,64 @@ def systems(problem: Problem) -> dict[str, Callable[[], object]]:
     }
 
 
-def report(name: str, problem: Problem) -> None:
-    baseline = dense(problem)
-    times = {key: paired_ms(fn, baseline) for key, fn in systems(problem).items()}
+def dense_step(problem: Problem) -> Callable[[], None]:
+    """The matmuls of `dense` and, for each, the two of its gradients."""
+    _, hidden_size, width = problem.down.shape
+    rows = max(1, problem.ids.numel() // 4)
+    x, h, a = (torch.randn(rows, n, device="cuda").bfloat16() for n in (hidden_size, 2 * width, width))
+    gate_up, down = problem.gate_up[0], problem.down[0]
+
+    def run() -> None:
+        for _ in range(4):
+            torch.mm(x, gate_up.T), torch.mm(a, down.T)
+            torch.mm(x, down), torch.mm(x.T, a)  # x also stands for the gradient of the output
+            torch.mm(h, gate_up), torch.mm(h.T, x)
+
+    return run
+
+
+def grouped_step(problem: Problem) -> Callable[[], None]:
+    leaves = [problem.x, problem.gate_up, problem.down, problem.weights]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    forward = grouped(Problem(leaves[0], leaves[1], leaves[2], problem.ids, leaves[3]))
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(problem.x)
+
+    return run
+
+
+def training_systems(problem: Problem) -> dict[str, Callable[[], object]]:
+    kernels, anywhere = Mok(problem, "cuda"), Mok(problem, "torch")
+    return {
+        "mok": graphed(kernels.step),
+        "eager": kernels.step,
+        "grouped": grouped_step(problem),
+        "torch": anywhere.step,
+    }
+
+
+def peak_mib(fn: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def report(name: str, problem: Problem, trains: bool = False) -> None:
+    baseline = dense_step(problem) if trains else dense(problem)
+    found = training_systems(problem) if trains else systems(problem)
+    flops = problem.flops * (3 if trains else 1)
+    times = {key: paired_ms(fn, baseline) for key, fn in found.items()}
     dense_ms = sorted(base for _, base in times.values())[len(times) // 2]
-    cells = [f"{key} {ms:.3f} ms {problem.flops / ms / 1e9:.0f} ({base / ms:.3f})" for key, (ms, base) in times.items()]
-    print(f"{name}: dense {dense_ms:.3f} ms {problem.flops / dense_ms / 1e9:.0f} | " + " | ".join(cells), flush=True)
+    cells = [f"{key} {ms:.3f} ms {flops / ms / 1e9:.0f} ({base / ms:.3f})" for key, (ms, base) in times.items()]
+    if trains:  # a graph's memory is its own, from when it was captured
+        cells += [f"{key} {peak_mib(fn):.0f} MiB" for key, fn in found.items() if key != "mok"]
+    print(f"{name}: dense {dense_ms:.3f} ms {flops / dense_ms / 1e9:.0f} | " + " | ".join(cells), flush=True)
 
 
 def report_virtual_ranks(name: str, problem: Problem, size: int, calls: int = 8) -> None:
@@ -206,6 +270,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="0,1,2,3,4", help="indices into the list of shapes")
     parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent of the expert probabilities")
     parser.add_argument("--decode", action="store_true", help="T = 1, 8 and 64 instead")
+    parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--ep", default="", help="numbers of virtual ranks, such as 4,8")
     arguments = parser.parse_args()
     for index in map(int, arguments.shapes.split(",")):
@@ -216,7 +281,7 @@ def main() -> None:
             for size in map(int, filter(None, arguments.ep.split(","))):
                 report_virtual_ranks(str(sizes), problem, size)
             if not arguments.ep:
-                report(str(sizes), problem)
+                report(str(sizes), problem, arguments.backward)
             torch.cuda.empty_cache()
 
 

@@ -149,6 +149,7 @@ PROBLEMS = {
     "dropped": Problem(routing="dropped", swiglu_limit=0.5),
     "all dropped": Problem(routing="all dropped", shared_size=64),
     "one token": Problem(num_tokens=1, num_experts=8, top_k=8),
+    "more blocks than the ring has": Problem(num_tokens=50, hidden_size=64, num_experts=40, top_k=32),
     "two ranks": Problem(num_ranks=2, num_tokens=50, shared_size=64, routing="dropped"),
     "two ranks, one expert": Problem(num_ranks=2, num_tokens=90, routing="one expert"),
     "two ranks, the other has no tokens": Problem(num_ranks=2, num_tokens=70, is_uneven=True, shared_size=64),

@@ -19,9 +19,13 @@ template <class Op, class Params, class Maps>
 __device__ __forceinline__ void load_stage(Params const& params, Maps const& maps, SharedStorage& storage, int slot,
                                            Task const& task, Tile const& tile, int depth) {
     uint32_t const full = shared_address(&storage.tiles.full[slot]);
-    ptx::mbarrier_arrive_expect_tx(full, kTileBytesA + kTileBytesB);
+    // A CTA without rows goes along with the other one, but it signals nothing when it is done, so by then the rows may
+    // be overwritten: it must not read them.
+    bool const has_rows = tile.num_rows > 0 || tile.multicast;
+    ptx::mbarrier_arrive_expect_tx(full, (has_rows ? kTileBytesA : 0) + kTileBytesB);
 #pragma unroll
     for (int i = 0; i < Op::kBoxesA; ++i) {
+        if (!has_rows) break;
         Box const box = Op::box_a(params, maps, task, tile, depth, i);
         ptx::cp_async_bulk_tensor_3d(shared_address(storage.a[slot]) + i * (kTileBytesA / Op::kBoxesA), box.map,
                                      box.column, box.row, box.matrix, full);
