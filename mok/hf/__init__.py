@@ -1,8 +1,8 @@
 """mok for Hugging Face transformers.
 
 `register()` makes `experts_implementation="mok"` a choice of every model; `convert(model)` replaces whole MoE blocks by
-`mok.nn.MoKLayer`; `load_checkpoint`, `to_hf_state_dict` and `save_pretrained` read and write transformers' files, also
-when the experts are spread over an expert-parallel (EP) group.
+`mok.nn.MoKLayer`; `load_checkpoint`, `to_hf_state_dict` and `save_pretrained` read and write transformers' files,
+`load_lora` and `save_lora` PEFT's, also when the experts are spread over an expert-parallel (EP) group.
 """
 
 try:
@@ -13,5 +13,6 @@ except ImportError as error:
 from mok.hf.checkpoint import load_checkpoint, save_pretrained, to_hf_state_dict
 from mok.hf.convert import convert
 from mok.hf.experts import register
+from mok.hf.lora import load_lora, save_lora
 
-__all__ = ["convert", "load_checkpoint", "register", "save_pretrained", "to_hf_state_dict"]
+__all__ = ["convert", "load_checkpoint", "load_lora", "register", "save_lora", "save_pretrained", "to_hf_state_dict"]

@@ -91,8 +91,7 @@ def save_pretrained(model: PreTrainedModel, path: str | PathLike[str], **kwargs:
     """
     _check_model(model)
     comm = _communicator(model)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    writes = comm.rank == 0 and (not distributed or torch.distributed.get_rank() == 0)
+    writes = writes_files(comm)
     whole = {name: tensor for name, tensor in _gathered(model) if writes}
     failure = None
     if writes:
@@ -103,9 +102,20 @@ def save_pretrained(model: PreTrainedModel, path: str | PathLike[str], **kwargs:
     comm.agree("save_pretrained", {}, failure)
 
 
+def writes_files(comm: Communicator) -> bool:
+    """Whether this is the one process that writes what all have."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return comm.rank == 0 and (not distributed or torch.distributed.get_rank() == 0)
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected PreTrainedModel, got {type(model).__name__}")
+    for name, experts in _experts(model):
+        if experts.lora is not None:
+            raise ValueError(
+                f"model: expected no adapters, got some in {name[:-1]}; save_lora, then merge or remove them"
+            )
 
 
 class _Whole:

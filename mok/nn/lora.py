@@ -107,17 +107,7 @@ def add_lora(
     if not found:
         raise ValueError(f"module: expected MoKExperts in it, got none in {type(module).__name__}")
     for name, experts in found:
-        where = name or type(module).__name__
-        if experts.config.backend == "cuda":
-            raise ValueError(
-                f'module: expected backend "torch" or None in the config of {where}, got "cuda", '
-                "whose kernels do not know adapters"
-            )
-        if isinstance(experts.down_proj, DTensor):
-            raise ValueError(f"module: expected whole weights in {where}, got sharded ones (DTensor); shard afterwards")
-        for target, _ in adapters(experts):
-            if target in targets:
-                raise ValueError(f"module: expected no adapters of {target} in {where}, got some; see remove_lora")
+        check_adaptable(name or type(module).__name__, experts, targets)
     added: list[nn.Parameter] = []
     for _, experts in found:
         if experts.lora is None:
@@ -175,6 +165,20 @@ def adapters(experts: MoKExperts) -> Iterator[tuple[str, ExpertLora]]:
     """By target, gate and up first."""
     there: Any = experts.lora or {}
     return ((target, there[target]) for target in TARGETS if target in there)
+
+
+def check_adaptable(name: str, experts: MoKExperts, targets: Iterable[str]) -> None:
+    """Raise ValueError if `add_lora` can not give `experts`, called `name`, adapters of `targets`."""
+    if experts.config.backend == "cuda":
+        raise ValueError(
+            f'module: expected backend "torch" or None in the config of {name}, got "cuda", '
+            "whose kernels do not know adapters"
+        )
+    if isinstance(experts.down_proj, DTensor):
+        raise ValueError(f"module: expected whole weights in {name}, got sharded ones (DTensor); shard afterwards")
+    for target, _ in adapters(experts):
+        if target in targets:
+            raise ValueError(f"module: expected no adapters of {target} in {name}, got some; see remove_lora")
 
 
 def _adapted(module: nn.Module) -> list[tuple[str, MoKExperts]]:
