@@ -9,8 +9,8 @@ Columns: milliseconds, useful TFLOP/s (6 T K H I), and the ratio to dense beside
 [T K / 4, H] x [H, 2I] and [T K / 4, I] x [I, H], four times. `mok` includes the schedule; `kernel` is forward alone;
 `training` keeps gate and up for backward; these are replays of a CUDA graph, so that Python costs nothing, and `eager`
 is `mok` without one. `grouped` is what transformers does (sort, `torch._grouped_mm`, index_add), `torch` mok's own
-torch backend. With `--backward` FLOPs count three times, dense also has the two gradient matmuls of each of its own, and
-MiB is the peak beyond what was allocated before the call.
+torch backend. With `--backward` FLOPs count three times, dense also has the two gradient matmuls of each of its own,
+and MiB is the peak beyond what was allocated before the call.
 """
 
 from __future__ import annotations
