@@ -142,7 +142,7 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """Same shape, dtype and bits (so that NaN equals NaN and 0 differs from -0)."""
     kinds = (actual.dtype, actual.shape), (expected.dtype, expected.shape)
     assert kinds[0] == kinds[1], f"{name}: expected {kinds[1]}, got {kinds[0]}"
-    differs = actual.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
+    differs = actual.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)
     if differs.any():
         distance = (actual.double() - expected.double()).abs()
         count = int((actual != expected).sum())
