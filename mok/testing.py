@@ -142,7 +142,9 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """Same shape, dtype and bits (so that NaN equals NaN and 0 differs from -0)."""
     kinds = (actual.dtype, actual.shape), (expected.dtype, expected.shape)
     assert kinds[0] == kinds[1], f"{name}: expected {kinds[1]}, got {kinds[0]}"
-    differs = actual.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)
+    # Contiguous first: the flat view of an expanded tensor may have stride 0, which can not be viewed as bytes.
+    actual_bytes, expected_bytes = (t.contiguous().view(-1).view(torch.uint8) for t in (actual, expected))
+    differs = actual_bytes != expected_bytes
     if differs.any():
         distance = (actual.double() - expected.double()).abs()
         count = int((actual != expected).sum())
