@@ -1,6 +1,5 @@
 """The backend of the CUDA kernels: BF16 on Hopper, forward and backward. Where `MoKConfig.backend` leaves the choice,
-calls that the kernels can not serve (another dtype, MXFP8, unaligned weights) go through the torch backend, and so does
-backward, whose kernel has run in the simulator only.
+calls that the kernels can not serve (another dtype, MXFP8, unaligned weights) go through the torch backend.
 
 Calls on one workspace must follow each other on one stream: they share its counters and, with several ranks, its
 peer-visible memory.
@@ -31,9 +30,6 @@ from mok.comm import ProcessGroupCommunicator
 
 # The schedule kernel does, without the host waiting for it.
 REPORTS_BAD_EXPERT_IDS = True
-
-# No GPU has run the backward kernel yet, so it serves those who ask for the kernels by name.
-BACKWARD_HAS_RUN_ON_HARDWARE = False
 
 
 @dataclass
@@ -452,8 +448,7 @@ def backward(
     main_grads: MainGrads,
     needs_grad: NeedsGrad,
 ) -> MoKGradients:
-    is_unproven = workspace.config.backend is None and not BACKWARD_HAS_RUN_ON_HARDWARE
-    if is_unproven or _goes_to_torch(workspace, x, weights):
+    if _goes_to_torch(workspace, x, weights):
         view = _TorchView(workspace, schedule)
         return torch_backend.backward(
             workspace,

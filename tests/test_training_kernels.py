@@ -102,3 +102,35 @@ def test_checkpointed_layer_keeps_nothing_routed() -> None:
     routed_bytes = 4096 * 2 * 2 * 512 * 2  # T K 2I in bf16
     assert held(None) > routed_bytes
     assert held(False) < routed_bytes // 4
+
+
+def gradients_of(layer: MoKLayer, run: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad(run(x).float().square().sum(), [x, *layer.parameters()]))
+
+
+def test_compile_fullgraph_gives_the_same_bits() -> None:
+    layer = make_layers(1, "cuda", 256, 128, 16)[0]
+    x = torch.randn(500, 256, device=DEVICE).bfloat16()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(gradients_of(layer, compiled, x), gradients_of(layer, layer, x), strict=True):
+        assert_same_bits("gradient", actual, expected)
+
+
+def test_captured_training_step_follows_its_input() -> None:
+    layer = make_layers(1, "cuda", 256, 128, 16)[0]
+    x = torch.randn(500, 256, device=DEVICE).bfloat16()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            gradients_of(layer, layer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients_of(layer, layer, x)
+    for seed in range(3):
+        x.normal_(generator=torch.Generator(device=DEVICE).manual_seed(seed))
+        graph.replay()
+        for actual, expected in zip(captured, gradients_of(layer, layer, x), strict=True):
+            assert_same_bits("gradient", actual, expected)

@@ -100,7 +100,8 @@ def run(problem: Problem, lora: LoraFactors, **options: Any) -> tuple[Tensor, Mo
     again = functional.recompute_forward_context(
         *start, problem.x, *problem.shared[:2], *problem.routed()[:2], problem.swiglu_limit, lora=lora
     )
-    assert_same_bits("context", again.gate_up, context.gate_up)
+    num_rows = int(start[2].expert_offsets[-1])  # on a GPU there is room for dropped routes behind them
+    assert_same_bits("context", again.gate_up[:num_rows], context.gate_up[:num_rows])
     options = {"lora": lora, **options}
     return output, functional.backward(*start, context, problem.grad_output, *problem.tensors(), **options)
 
