@@ -3,7 +3,7 @@
     python tests/sim/calibrate.py record results.pt [cases]     on a machine with a Hopper GPU
     python tests/sim/calibrate.py compare results.pt            anywhere: a table; fails if a bit differs that must not
 
-docs/simulator.md has the result.
+docs/testing.md has the result.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def record(path: str, names: list[str]) -> None:
     for part, name, process in zip(parts, names, processes, strict=True):
         _, errors = process.communicate()
         if process.returncode:
-            print(f"{name}: {errors.strip().splitlines()[-1]}")
+            print(f"{name}: {next(line for line in reversed(errors.splitlines()) if 'rror: ' in line)}")
             continue
         recorded |= torch.load(part)
         Path(part).unlink()

@@ -190,18 +190,18 @@ def bulk(launcher: Launcher) -> dict[str, Tensor]:
 # (swizzle, box width in int32, x, y): tiles inside, over each edge and outside of a [40, 36] tensor.
 TILES = [
     (0, 8, 4, 3),
-    (32, 8, 30, 38),
+    (32, 8, 32, 38),
     (64, 16, -4, -2),
     (128, 32, 8, 30),
     (128, 16, 28, -3),
     (0, 64, -20, 50),
-    (64, 12, 3, 5),
+    (64, 12, 4, 5),
 ]
 
 
-def store_x(x: int) -> int:
-    """Where a tile that was loaded at x is stored: elsewhere, at a multiple of 16 bytes."""
-    return x // 4 * 4 - 4
+def store_at(x: int, y: int) -> tuple[int, int]:
+    """Where a tile that was loaded at (x, y) is stored: elsewhere, at no negative coordinate."""
+    return max(x - 4, 0), max(y + 1, 0)
 
 
 def tensor_tile(index: int) -> Case:
@@ -211,7 +211,7 @@ def tensor_tile(index: int) -> Case:
         source = random_bits(20 + index, 40, 36)
         target, raw = torch.zeros(40, 36, dtype=torch.int32), torch.zeros(8, width, dtype=torch.int32)
         maps = [launcher.tensor_map(t, (width, 8), swizzle=swizzle) for t in (source, target)]
-        args = [*maps, raw, x, y, store_x(x), y + 1, raw.numel() * 4]
+        args = [*maps, raw, x, y, *store_at(x, y), raw.numel() * 4]
         kernel_module(launcher, "copies").launch("tensor_tile", args=args, block=64, shared=8192)
         return {"source": source, "target": target, "raw": raw}
 

@@ -47,11 +47,20 @@ def test_misaligned() -> None:
     found("align", r"not a multiple of 16\n.*faults\.cu:10", "misaligned", ints(64), ints(32, 4), block=32)
 
 
-def test_misaligned_tensor_store() -> None:
+@pytest.mark.parametrize(
+    ("load", "store", "message"),
+    [
+        ((3, 3), (0, 4), "innermost coordinate 3"),
+        ((4, 3), (2, 3), "innermost coordinate 2"),
+        ((4, 3), (-4, 3), "negative coordinate"),
+        ((4, 3), (0, -1), "negative coordinate"),
+    ],
+)
+def test_tile_at_a_wrong_place(load: tuple[int, int], store: tuple[int, int], message: str) -> None:
     sim = Simulator()
     source, target, raw = ints(40, 36), ints(40, 36), ints(8, 8)
-    args = [*(sim.tensor_map(t, (8, 8)) for t in (source, target)), raw, 4, 3, 2, 3, 256]
-    with pytest.raises(SimulatorError, match="innermost coordinate 2"):
+    args = [*(sim.tensor_map(t, (8, 8)) for t in (source, target)), raw, *load, *store, 256]
+    with pytest.raises(SimulatorError, match=message):
         kernel_module(sim, "copies").launch("tensor_tile", args=args, block=64, shared=8192)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import CASES, TILES, WGMMAS, approximation_inputs, float_inputs, integer_inputs, store_x, warp_inputs
+from cases import CASES, TILES, WGMMAS, approximation_inputs, float_inputs, integer_inputs, store_at, warp_inputs
 from simulator import KERNELS, Simulator, SimulatorError, compile_ptx
 from torch import Tensor
 
@@ -275,9 +275,9 @@ def test_tensor_tile(index: int, seed: int) -> None:
         raw[k ^ (k >> 3 & swizzle // 16 - 1) if swizzle else k] = chunks[k]
     assert torch.equal(result["raw"].view(-1, 4), raw)
     target = torch.zeros(200, 200, dtype=torch.int32)
-    left = 80 + store_x(x)
-    target[81 + y : 89 + y, left : left + width] = tile
-    assert torch.equal(result["target"], target[80:120, 80:116])
+    left, top = store_at(x, y)
+    target[top : top + 8, left : left + width] = tile
+    assert torch.equal(result["target"], target[:40, :36])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

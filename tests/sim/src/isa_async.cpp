@@ -560,16 +560,18 @@ Status tensor_copy(Warp& w, const Op& op, uint32_t mask) {
         int32_t coordinates[5] = {};
         for (uint32_t i = 0; i < rank; ++i)
             coordinates[i] = w.at<int32_t>(w.program->ext[op.ext + num_addresses + i])[lane];
-        TileCopy copy = tile_of(w, op, map, coordinates, !(op.x & (kToShared | kPrefetch)));
+        // Neither is in the PTX ISA; an H200 ends the kernel with an illegal instruction.
+        const bool stores = !(op.x & (kToShared | kPrefetch));
+        if (coordinates[0] * map.element_bytes % 16)
+            Machine::get().fatal(
+                "align", format("innermost coordinate %d of a tile: not a multiple of 16 bytes", coordinates[0]), &w,
+                &op);
+        if (stores && std::any_of(coordinates, coordinates + rank, [](int32_t c) { return c < 0; }))
+            Machine::get().fatal("bounds", "tensor store at a negative coordinate", &w, &op);
+        TileCopy copy = tile_of(w, op, map, coordinates, stores);
         if (op.x & kPrefetch) continue;
         const auto shared = static_cast<uint32_t>(get_address(w, op, 1).lane(w, lane));
-        if (!(op.x & kToShared)) {
-            // Not in the PTX ISA, but an H200 ends the kernel with an illegal instruction.
-            if (coordinates[0] * map.element_bytes % 16)
-                Machine::get().fatal(
-                    "align",
-                    format("tensor store at innermost coordinate %d: not a multiple of 16 bytes", coordinates[0]), &w,
-                    &op);
+        if (stores) {
             const ElementType type = map.element_bytes == 8   ? (map.is_float ? kF64 : kU64)
                                      : map.element_bytes == 4 ? (map.is_float    ? kF32
                                                                  : map.is_signed ? kS32
